@@ -1,0 +1,47 @@
+"""From a configuration to a model with its initial weights."""
+
+import torch
+from torch import Tensor, nn
+
+from fd_interp.models import lens
+from fd_interp.models.config import OneLayer, Transformer
+from fd_interp.models.one_layer import OneLayerAttention
+
+
+def build(config: OneLayer | Transformer, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of the configured shape whose weights are still to be loaded."""
+    if isinstance(config, OneLayer):
+        return OneLayerAttention(config, d_vocab, n_ctx, dtype)
+    return lens.build_transformer(config, d_vocab, n_ctx, dtype)
+
+
+def initial_weights(config: OneLayer | Transformer, like: lens.Weights, generator: torch.Generator) -> lens.Weights:
+    """Draws each weight of `like` from N(0, std^2); biases start at zero, normalisation at one.
+
+    Weights are drawn in the order of their names and in double precision, so that a seed gives the same model whatever
+    the version of TransformerLens, the dtype, or the weights that are held fixed.
+    """
+    return {name: _initial(config, name, like[name], generator) for name in sorted(like)}
+
+
+def _initial(config: OneLayer | Transformer, name: str, like: Tensor, generator: torch.Generator) -> Tensor:
+    short = name.rsplit(".", 1)[-1]
+    if short == "w":
+        return torch.ones_like(like)
+    if short.startswith("b"):
+        return torch.zeros_like(like)
+    normal = torch.randn(like.shape, generator=generator, dtype=torch.float64) * config.stds.get(short, config.std)
+    match config.fixed.get(short):
+        case "identity":
+            return torch.eye(like.shape[-1]).to(like).expand_as(like).clone()
+        case "zero":
+            return torch.zeros_like(like)
+    return normal.to(like)
+
+
+def trained(config: OneLayer | Transformer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training moves, by canonical name; those held fixed stop asking for gradients."""
+    live = lens.trainable(model)
+    for name, parameter in live.items():
+        parameter.requires_grad_(name.rsplit(".", 1)[-1] not in config.fixed)
+    return {name: parameter for name, parameter in live.items() if parameter.requires_grad}

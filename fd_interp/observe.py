@@ -1,0 +1,145 @@
+"""From a series of snapshots to a trace: named measurements with labelled axes, one row per step."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from einops import repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm import tqdm
+
+from fd_interp.config import InputError
+from fd_interp.models import lens
+from fd_interp.tasks.task import Batch
+from fd_interp.training.series import Series
+
+Trace = xr.Dataset
+"""Dims are among step, layer, head, token and seed; each variable has `long_name`, `units` and `source`."""
+
+LOGITS = "logits"
+"""What a probe names beside hooks when it reads the model's output."""
+
+
+class Variable(NamedTuple):
+    """One column of a trace: its dims after `step`, and what its numbers mean."""
+
+    dims: tuple[str, ...]
+    long_name: str
+    source: str
+    units: str = "1"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a probe may look at, at one step."""
+
+    weights: lens.Weights
+    previous: lens.Weights
+    """Weights of the snapshot before; at the first, these weights."""
+    first: lens.Weights
+    cache: dict[str, Tensor]
+    batch: Batch
+    frequencies: Float[Tensor, " vocab"]
+
+    def stacked(self, name: str, weights: lens.Weights | None = None) -> Float[Tensor, "layer head rows columns"]:
+        """A per-head weight (`"W_Q"`) of all layers; keys and values shared by query heads are repeated for each."""
+        weights = self.weights if weights is None else weights
+        n_heads = len(weights["blocks.0.attn.W_Q"])
+        layers = []
+        while (prefix := f"blocks.{len(layers)}.attn.") + "W_Q" in weights:
+            shared = weights.get(f"{prefix}{name}", weights.get(f"{prefix}_{name}"))
+            if shared is None:
+                raise InputError(f"the snapshot has no weight {prefix}{name}")
+            layers.append(repeat(shared, "group m d -> (group copies) m d", copies=n_heads // len(shared)))
+        return torch.stack(layers)
+
+    def activations(self, act_name: str) -> list[Tensor]:
+        """A hook's activation (`"pattern"`) in each layer."""
+        end = f".hook_{act_name}"
+        return [value for name, value in self.cache.items() if name.endswith(end)]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question about every snapshot: which hooks it reads, and what it measures there.
+
+    `measure` returns one tensor for each of `variables`, shaped by that variable's dims.
+    """
+
+    name: str
+    variables: dict[str, Variable]
+    measure: Callable[[Observation], dict[str, Tensor]]
+    hooks: tuple[str, ...] = field(default=())
+    """Full hook names, short ones that stand for every layer (`"pattern"`), or `"logits"`."""
+
+
+def observe(
+    series: Series, probes: Sequence[Probe], batch: Batch | None = None, *, show_progress: bool = False
+) -> Trace:
+    """Runs each snapshot once on the batch, however many probes there are, and collects what they measure.
+
+    Args:
+        batch: sequences to run on; None takes the series' own held-out batch.
+    """
+    batch = series.held_out if batch is None else batch
+    model = series.build()
+    wanted = {hook for probe in probes for hook in probe.hooks}
+    hooks = lens.resolve_hooks(model, sorted(wanted - {LOGITS}))
+    rows: list[dict[str, np.ndarray]] = []
+    first = previous = None
+    for snapshot in tqdm(series, disable=not show_progress, unit="snapshot", desc="observe"):
+        weights = _same_shapes(snapshot.weights(), first, snapshot.step)
+        first = weights if first is None else first
+        cache = _run(model, weights, hooks, batch) if wanted else {}
+        seen = Observation(weights, previous or weights, first, cache, batch, series.frequencies)
+        rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
+        previous = weights
+    return _trace(series, probes, rows)
+
+
+def _run(model: torch.nn.Module, weights: lens.Weights, hooks: list[str], batch: Batch) -> dict[str, Tensor]:
+    lens.load_weights(model, weights)
+    logits, cache = lens.run_and_cache(model, batch.tokens, hooks)
+    return cache | {LOGITS: logits}
+
+
+def _same_shapes(weights: lens.Weights, first: lens.Weights | None, step: int) -> lens.Weights:
+    for name, weight in (first or {}).items():
+        if name not in weights or weights[name].shape != weight.shape:
+            found = tuple(weights[name].shape) if name in weights else "no such weight"
+            raise InputError(f"the series changes shape at step {step}: {name} was {tuple(weight.shape)}, now {found}")
+    return weights
+
+
+def _measured(probe: Probe, seen: Observation) -> dict[str, np.ndarray]:
+    values = probe.measure(seen)
+    if values.keys() != probe.variables.keys():
+        raise InputError(f"probe {probe.name} declares {sorted(probe.variables)} but measured {sorted(values)}")
+    return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in values.items()}
+
+
+def _trace(series: Series, probes: Iterable[Probe], rows: list[dict[str, np.ndarray]]) -> Trace:
+    variables = {name: variable for probe in probes for name, variable in probe.variables.items()}
+    trace = xr.Dataset(
+        {
+            name: (("step", *variable.dims), np.stack([row[name] for row in rows]), _attributes(variable))
+            for name, variable in variables.items()
+        },
+        coords={"step": series.steps},
+        attrs={"series": series.name},
+    )
+    return trace.assign_coords({dim: np.arange(trace.sizes[dim]) for dim in trace.sizes if dim != "step"})
+
+
+def _attributes(variable: Variable) -> dict[str, str]:
+    return {"long_name": variable.long_name, "units": variable.units, "source": variable.source}
+
+
+def chosen_queries(batch: Batch) -> Bool[Tensor, "batch query"]:
+    """The queries that attention is measured at: all but the first quarter, which see too little to choose from."""
+    length = batch.tokens.shape[1]
+    return (torch.arange(length) >= length // 4).expand(len(batch.tokens), -1)

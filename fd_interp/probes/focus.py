@@ -1,0 +1,55 @@
+"""Does attention go to frequent tokens, from which queries, and does it turn away from them later?"""
+
+import torch
+from torch import Tensor
+
+from fd_interp.measures import focus as measures
+from fd_interp.observe import Observation, Probe, Variable, chosen_queries
+
+PAPER = "arXiv 2605.01199, stages II and III"
+PER_HEAD = ("layer", "head")
+
+
+def frequency_focus(top: int = 1) -> Probe:
+    """Attention on the `top` most frequent tokens, as a probe.
+
+    One token is the paper's case on its synthetic chains; on text we take ten.
+    """
+
+    def measure(seen: Observation) -> dict[str, Tensor]:
+        tokens = seen.batch.tokens
+        in_class = torch.zeros(len(seen.frequencies), dtype=torch.bool)
+        in_class[seen.frequencies.topk(top).indices] = True
+        keys, queries = in_class[tokens], chosen_queries(seen.batch)
+        columns = [
+            _of_layer(pattern, keys, queries, tokens, seen.frequencies) for pattern in seen.activations("pattern")
+        ]
+        return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
+
+    frequent = "the most frequent token" if top == 1 else f"the {top} most frequent tokens"
+    return Probe(
+        "frequency_focus",
+        {
+            "attention_entropy": Variable(PER_HEAD, "entropy of attention", PAPER, "nats"),
+            "focus_ratio": Variable(PER_HEAD, f"attention on {frequent} ÷ their share of the context", PAPER),
+            "focus_ratio_rare": Variable(PER_HEAD, f"the same, over queries that are not among {frequent}", PAPER),
+            "focus_ratio_by_query": Variable((*PER_HEAD, "token"), "focus ratio by the query's token", PAPER),
+            "self_focus": Variable(PER_HEAD, "attention on the query's own token ÷ its share of the context", PAPER),
+            "frequency_slope": Variable(PER_HEAD, "slope of log attention lift against log frequency", PAPER),
+        },
+        measure,
+        hooks=("pattern",),
+    )
+
+
+def _of_layer(
+    pattern: Tensor, keys: Tensor, queries: Tensor, tokens: Tensor, frequencies: Tensor
+) -> dict[str, Tensor]:
+    return {
+        "attention_entropy": measures.attention_entropy(pattern, queries),
+        "focus_ratio": measures.focus_ratio(pattern, keys, queries),
+        "focus_ratio_rare": measures.focus_ratio(pattern, keys, queries & ~keys),
+        "focus_ratio_by_query": measures.focus_ratio_by_query(pattern, keys, queries, tokens, len(frequencies)),
+        "self_focus": measures.self_focus(pattern, queries, tokens),
+        "frequency_slope": measures.frequency_slope(pattern, queries, tokens, frequencies),
+    }

@@ -1,0 +1,228 @@
+"""Training: a generator of steps, and the function that runs it and keeps snapshots."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+from fd_interp.config import InputError
+from fd_interp.models import lens
+from fd_interp.models.build import build, initial_weights, trained
+from fd_interp.models.one_layer import LAST_QUERY, OneLayerAttention
+from fd_interp.tasks.task import Batch
+from fd_interp.training.run import SGD, Run
+from fd_interp.training.series import Series, atomic, claim_directory, read_tensors, series_of, write_tensors
+
+BATCHES_PER_DRAW = 64
+SECONDS_BETWEEN_STATES = 20.0
+LOSSES_FILE = "losses.parquet"
+STATE_FILE = "state/latest.safetensors"
+REMEDY = "a smaller learning rate or initial std may help"
+
+
+class DivergedError(InputError):
+    """The loss is no longer a number; the snapshots before that are kept."""
+
+
+class Step(NamedTuple):
+    """The loss on the batch that led from `step - 1` to `step`."""
+
+    step: int
+    loss: float
+
+
+def batches(run: Run, start: int = 0) -> Iterator[Batch]:
+    """The training batches from step `start` on. Batch i depends on the run and on i alone.
+
+    Many are drawn at once because sampling one position of many sequences costs little more than of a few.
+    """
+    size = run.training.batch_size
+    for draw in range(start // BATCHES_PER_DRAW, run.training.steps // BATCHES_PER_DRAW + 1):
+        tokens, targets = run.task.sample(size * BATCHES_PER_DRAW, run.generator("train", draw))
+        skipped = max(start - draw * BATCHES_PER_DRAW, 0)
+        for index in range(skipped, BATCHES_PER_DRAW):
+            rows = slice(index * size, (index + 1) * size)
+            yield Batch(tokens[rows].to(run.device), targets[rows].to(run.device))
+
+
+def batch_loss(run: Run, model: nn.Module, batch: Batch) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats where the run asks for it."""
+    if run.training.loss_on == "last" and isinstance(model, OneLayerAttention):
+        return loss_of(run, model(batch.tokens, queries=LAST_QUERY), batch.targets)
+    return loss_of(run, model(batch.tokens), batch.targets)
+
+
+def loss_of(
+    run: Run, logits: Float[Tensor, "batch query vocab"], targets: Int[Tensor, "batch position"]
+) -> Float[Tensor, ""]:
+    """The run's loss, given logits at every position or at the last."""
+    if run.training.loss_on == "last":
+        return functional.cross_entropy(logits[:, -1], targets[:, -1])
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_optimizer(run: Run, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """One parameter group per weight, so that each can have a rate of its own."""
+    config = run.training.optimizer
+    known = {name.rsplit(".", 1)[-1] for name in parameters}
+    if unknown := config.lrs.keys() - known:
+        raise InputError(f"lrs names {', '.join(sorted(unknown))}, which is not trained; trained: {', '.join(sorted(known))}")
+    groups = [
+        {"params": [parameter], "lr": config.lrs.get(name.rsplit(".", 1)[-1], config.lr)}
+        for name, parameter in parameters.items()
+    ]
+    if isinstance(config, SGD):
+        return torch.optim.SGD(groups, momentum=config.momentum, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def training_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0) -> Iterator[Step]:
+    """Takes one optimizer step after another from step `start` to the end of the run.
+
+    Raises:
+        DivergedError: the loss of a step is not finite; the weights are those before that step.
+    """
+    for step, batch in zip(range(start + 1, run.training.steps + 1), batches(run, start), strict=False):
+        optimizer.zero_grad(set_to_none=True)
+        loss = batch_loss(run, model, batch)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise DivergedError(f"the loss became {value} at step {step}; {REMEDY}")
+        loss.backward()
+        optimizer.step()
+        yield Step(step, value)
+
+
+def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Series:
+    """Trains into `directory`, or goes on where an interrupted training of the same run stopped.
+
+    Weights are written at the kept steps; the optimizer's state at least every 20 seconds and when interrupted, so
+    that little is lost even when the process is killed. The resumed series has the same bytes as an unbroken one.
+    """
+    directory = Path(directory)
+    check_hooks(run)
+    claim_directory(directory, run)
+    model = new_model(run)
+    parameters = trained(run.model, model)
+    optimizer = make_optimizer(run, parameters)
+    losses = restore(directory, model, optimizer, parameters)
+    keep = snapshot_keeper(run, directory, model)
+    if not losses:
+        keep(0)
+
+    kept = set(run.kept_steps())
+    saved_at = time.monotonic()
+    bar = tqdm(total=run.training.steps, initial=len(losses), disable=not show_progress, unit="step", desc=directory.name)
+    with bar:
+        try:
+            for step, loss in training_steps(run, model, optimizer, start=len(losses)):
+                losses.append(loss)
+                if step in kept:
+                    keep(step)
+                if time.monotonic() - saved_at > SECONDS_BETWEEN_STATES:
+                    save_state(directory, model, optimizer, parameters, losses)
+                    saved_at = time.monotonic()
+                if step % 50 == 0:
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                bar.update()
+        except KeyboardInterrupt:
+            save_state(directory, model, optimizer, parameters, losses)
+            raise
+    save_state(directory, model, optimizer, parameters, losses)
+    return series_of(run, directory)
+
+
+def new_model(run: Run) -> nn.Module:
+    """The run's model at step 0."""
+    model = nn.Module.to(build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype), run.device)
+    lens.load_weights(model, initial_weights(run.model, lens.weights(model), run.generator("init")))
+    return model
+
+
+def check_hooks(run: Run) -> None:
+    """Refuses hooks that the model does not have, before any work."""
+    if run.keep.hooks or run.keep.gradients:
+        model = build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype)
+        lens.resolve_hooks(model, [*run.keep.hooks, *run.keep.gradients])
+
+
+def snapshot_name(step: int) -> str:
+    return f"step_{step:08d}.safetensors"
+
+
+def snapshot_keeper(run: Run, directory: Path, model: nn.Module) -> Callable[[int], None]:
+    """A function that writes the weights, and the activations and gradients that the run keeps, at a step."""
+    hooks = lens.resolve_hooks(model, list(run.keep.hooks))
+    gradients = lens.resolve_hooks(model, list(run.keep.gradients))
+    if hooks or gradients:
+        held_out = run.task.held_out(run.keep.held_out, run.generator("held_out"))
+        held_out = Batch(held_out.tokens.to(run.device), held_out.targets.to(run.device))
+
+    def keep(step: int) -> None:
+        weights = lens.weights(model)
+        for name, weight in weights.items():
+            if not weight.isfinite().all():
+                raise DivergedError(f"{name} is no longer finite at step {step}; {REMEDY}")
+        kept = {}
+        if hooks:
+            kept |= lens.run_and_cache(model, held_out.tokens, hooks)[1]
+        if gradients:
+            _, of_hooks = lens.run_with_gradients(
+                model, held_out.tokens, gradients, lambda logits: loss_of(run, logits, held_out.targets)
+            )
+            kept |= {f"grad.{hook}": gradient for hook, gradient in of_hooks.items()}
+        if kept:
+            write_tensors(directory / "activations" / snapshot_name(step), kept)
+        write_tensors(directory / "weights" / snapshot_name(step), weights)
+
+    return keep
+
+
+def save_state(
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+    losses: list[float],
+) -> None:
+    """Writes what a later `train` needs to go on from here; the losses first, since the state says how many count."""
+    table = pd.DataFrame({"step": range(1, len(losses) + 1), "loss": losses}).astype({"step": "int64", "loss": "float64"})
+    with atomic(directory / LOSSES_FILE) as partial:
+        table.to_parquet(partial, index=False)
+    tensors = {f"weights/{name}": tensor for name, tensor in lens.weights(model).items()}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer/{name}/{key}"] = value
+    write_tensors(directory / STATE_FILE, tensors, step=str(len(losses)))
+
+
+def restore(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
+) -> list[float]:
+    """Puts model and optimizer where an earlier training stopped, and returns the losses until then."""
+    file = directory / STATE_FILE
+    if not file.exists():
+        return []
+    tensors = read_tensors(file)
+    with safe_open(file, "pt") as opened:
+        step = int(opened.metadata()["step"])
+    lens.load_weights(model, _under("weights/", tensors))
+    for name, parameter in parameters.items():
+        optimizer.state[parameter].update(_under(f"optimizer/{name}/", tensors))
+    return pd.read_parquet(directory / LOSSES_FILE)["loss"].tolist()[:step]
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

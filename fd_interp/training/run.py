@@ -1,0 +1,123 @@
+"""The run: everything that determines the bytes of a training series, as one frozen value."""
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from fd_interp.config import Frozen, InputError
+from fd_interp.models.config import ModelConfig
+from fd_interp.tasks.markov import MarkovChain
+from fd_interp.tasks.text import TextCorpus
+
+TaskConfig = Annotated[MarkovChain | TextCorpus, Field(discriminator="kind")]
+
+
+class SGD(Frozen):
+    """Gradient descent; with a small rate it follows the gradient flow of the papers."""
+
+    kind: Literal["sgd"] = "sgd"
+    lr: PositiveFloat = 0.2
+    lrs: dict[str, PositiveFloat] = {}
+    """Exceptions to `lr` by weight name: `{"W_Q": 0.8, "W_K": 0.8}` speeds up attention alone."""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+
+
+class AdamW(Frozen):
+    """Adam with decoupled weight decay; Adam itself at the default `weight_decay` of zero."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 1e-3
+    lrs: dict[str, PositiveFloat] = {}
+    """Exceptions to `lr` by weight name."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class Training(Frozen):
+    """How long, on how much, and with what."""
+
+    optimizer: Annotated[SGD | AdamW, Field(discriminator="kind")] = SGD()
+    steps: PositiveInt = 1000
+    batch_size: PositiveInt = 128
+    loss_on: Literal["last", "all"] = "all"
+    """Predict the token after the last position only, as in the paper, or after every position."""
+
+
+class Given(Frozen):
+    """Just these steps."""
+
+    kind: Literal["given"] = "given"
+    steps: tuple[NonNegativeInt, ...] = ()
+
+    def steps_until(self, last: int) -> set[int]:
+        return {step for step in self.steps if step <= last}
+
+
+class Every(Frozen):
+    """Every so many steps."""
+
+    kind: Literal["every"] = "every"
+    stride: PositiveInt = 20
+
+    def steps_until(self, last: int) -> set[int]:
+        return set(range(0, last + 1, self.stride))
+
+
+class LogSpaced(Frozen):
+    """Steps in geometric progression from one on, so that early changes are seen as finely as late ones."""
+
+    kind: Literal["log"] = "log"
+    count: PositiveInt = 60
+
+    def steps_until(self, last: int) -> set[int]:
+        return {int(step) for step in np.geomspace(1, last, self.count).round()}
+
+
+class Keep(Frozen):
+    """What stays on disk. Step 0 and the last are always in."""
+
+    at: Annotated[Given | Every | LogSpaced, Field(discriminator="kind")] = LogSpaced()
+    hooks: tuple[str, ...] = ()
+    """Activations to cache at these steps, by hook name, on the held-out batch."""
+    gradients: tuple[str, ...] = ()
+    """Hooks whose loss gradient to cache as well."""
+    held_out: PositiveInt = 512
+    """Sequences in the held-out batch, which every measurement uses."""
+
+
+class Run(Frozen):
+    """A task, a model and a schedule; equal runs write equal bytes on the same machine."""
+
+    task: TaskConfig
+    model: ModelConfig
+    training: Training = Training()
+    keep: Keep = Keep()
+    seed: NonNegativeInt = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    device: str = "cpu"
+
+    @model_validator(mode="after")
+    def _device_exists(self) -> "Run":
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"device '{self.device}' is not usable here ({reason}); cpu always is") from None
+        return self
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    def kept_steps(self) -> list[int]:
+        """The steps at which a snapshot is written, in order."""
+        last = self.training.steps
+        return sorted({0, last} | self.keep.at.steps_until(last))
+
+    def generator(self, purpose: Literal["init", "held_out", "train"], index: int = 0) -> torch.Generator:
+        """A fresh generator that depends on the seed, on what it is for, and on nothing else."""
+        words = np.random.SeedSequence([self.seed, *purpose.encode(), index]).generate_state(2, np.uint32)
+        return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))

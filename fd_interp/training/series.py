@@ -1,0 +1,188 @@
+"""A series of snapshots: the directory that training fills, or somebody else's checkpoints, read lazily."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fd_interp.config import InputError
+from fd_interp.models import lens
+from fd_interp.models.build import build
+from fd_interp.tasks.task import Batch
+from fd_interp.training.run import Run
+
+RUN_FILE = "run.json"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights at one step, read when asked for."""
+
+    step: int
+    read: Callable[[], lens.Weights]
+    build: Callable[[], nn.Module]
+    activations_file: Path | None = None
+
+    def weights(self) -> lens.Weights:
+        """Canonical (HookedTransformer) names and shapes."""
+        return self.read()
+
+    def model(self) -> nn.Module:
+        """A model of its own with these weights."""
+        model = self.build()
+        lens.load_weights(model, self.weights())
+        return model
+
+    def activations(self) -> dict[str, Tensor]:
+        """What training cached at this step, by hook name; gradients are under `grad.<hook>`."""
+        if self.activations_file is None or not self.activations_file.exists():
+            return {}
+        return read_tensors(self.activations_file)
+
+    def cache(self, hooks: list[str], tokens: Tensor) -> dict[str, Tensor]:
+        """The named activations on `tokens`, from one forward pass."""
+        return lens.run_and_cache(self.model(), tokens, hooks)[1]
+
+
+@dataclass(frozen=True)
+class Series(Sequence[Snapshot]):
+    """Snapshots in the order of their steps, with what is needed to look at them."""
+
+    name: str
+    snapshots: tuple[Snapshot, ...]
+    build: Callable[[], nn.Module]
+    """Makes a model that the snapshots' weights fit."""
+    draw_held_out: Callable[[], Batch]
+    count_frequencies: Callable[[], Tensor]
+    run: Run | None = None
+
+    def __len__(self) -> int:
+        return len(self.snapshots)
+
+    def __getitem__(self, index):
+        return self.snapshots[index]
+
+    @property
+    def steps(self) -> list[int]:
+        return [snapshot.step for snapshot in self.snapshots]
+
+    @cached_property
+    def held_out(self) -> Batch:
+        """The sequences that measurements are made on."""
+        return self.draw_held_out()
+
+    @cached_property
+    def frequencies(self) -> Float[Tensor, " vocab"]:
+        """How often each token occurs in what the model was trained on, as far as is known."""
+        return self.count_frequencies()
+
+    def at(self, step: int) -> Snapshot:
+        """The snapshot of exactly this step."""
+        for snapshot in self.snapshots:
+            if snapshot.step == step:
+                return snapshot
+        closest = min(self.steps, key=lambda kept: abs(kept - step))
+        raise InputError(f"{self.name} keeps no step {step}; the nearest one is {closest}")
+
+
+def open_series(directory: str | Path) -> Series:
+    """Reads a run directory, finished or not."""
+    directory = Path(directory)
+    return series_of(read_run(directory), directory)
+
+
+def series_of(run: Run, directory: Path) -> Series:
+    """The snapshots that a run has left in its directory so far."""
+    files = sorted((directory / "weights").glob("step_*.safetensors"))
+    if not files:
+        raise InputError(f"{directory} holds no snapshots yet")
+
+    def model() -> nn.Module:
+        return build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype)
+
+    def snapshot(file: Path) -> Snapshot:
+        step = int(file.stem.removeprefix("step_"))
+        return Snapshot(step, lambda: read_tensors(file), model, directory / "activations" / file.name)
+
+    return Series(
+        name=str(directory),
+        snapshots=tuple(snapshot(file) for file in files),
+        build=model,
+        draw_held_out=lambda: run.task.held_out(run.keep.held_out, run.generator("held_out")),
+        count_frequencies=run.task.token_frequencies,
+        run=run,
+    )
+
+
+def read_run(directory: Path) -> Run:
+    """The run whose series the directory holds."""
+    file = directory / RUN_FILE
+    if not file.is_file():
+        raise InputError(f"{directory} is not a run directory: it has no {RUN_FILE}")
+    try:
+        return Run(**json.loads(file.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file} is not valid JSON ({error})") from None
+
+
+def claim_directory(directory: Path, run: Run) -> None:
+    """Makes the directory this run's own; one that holds another run, or other files, is refused."""
+    if (directory / RUN_FILE).exists():
+        held = read_run(directory)
+        if held != run:
+            differing = ", ".join(_differences(held.model_dump(), run.model_dump()))
+            raise InputError(f"{directory} already holds another run (it differs in {differing}); choose a new directory")
+        for left_by_a_kill in directory.rglob(f".*{PARTIAL}"):
+            left_by_a_kill.unlink()
+        return
+    if directory.exists() and any(directory.iterdir()):
+        raise InputError(f"{directory} is not empty and holds no run; choose a new directory")
+    with atomic(directory / RUN_FILE) as file:
+        file.write_text(run.model_dump_json(indent=2), encoding="utf-8")
+
+
+def _differences(left: object, right: object, path: str = "") -> Iterator[str]:
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in sorted(left.keys() | right.keys()):
+            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+    elif left != right:
+        yield path
+
+
+@contextmanager
+def atomic(file: Path) -> Iterator[Path]:
+    """A path to write to that takes the place of `file` once complete, so that a kill leaves the old or the new."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(file)
+    except OSError as error:
+        raise InputError(f"{file} could not be written ({error.strerror or error}); what was kept before is whole") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    """One safetensors file, atomically."""
+    with atomic(file) as partial:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """One safetensors file, or a sentence that says which one is broken."""
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} is truncated or no safetensors file ({error})") from None
