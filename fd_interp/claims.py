@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from fd_interp.observe import Trace
 from fd_interp.tasks.task import Baseline
 
@@ -56,7 +58,9 @@ def judge(claim: Claim, seeds: Sequence[Evidence], *, where: str) -> Verdict:
     """The claim holds where it holds on every seed."""
     findings = [claim.check(evidence) for evidence in seeds]
     holds = bool(findings) and all(finding.holds for finding in findings)
-    return Verdict(f"{where}/{claim.id}", claim.statement, claim.source, claim.expected, _summary(findings), holds, None)
+    return Verdict(
+        f"{where}/{claim.id}", claim.statement, claim.source, claim.expected, _summary(findings), holds, None
+    )
 
 
 def judge_control(claim: Claim, seeds: Sequence[Evidence], *, where: str, control: str) -> Verdict:
@@ -80,10 +84,12 @@ def _range(name: str, values: Sequence[float | int | None]) -> str:
     happened = [value for value in values if value is not None]
     if not happened:
         return f"{name} never"
-    low, high = _short(min(happened)), _short(max(happened))
+    low, high = _short(np.min(happened).item()), _short(np.max(happened).item())  # unlike min, NaN where one is NaN
     sometimes = "" if len(happened) == len(values) else f" on {len(happened)}"
     return f"{name} {low}{sometimes}" if low == high else f"{name} {low} to {high}{sometimes}"
 
 
 def _short(value: float | int) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.3g}" if abs(value) < 1 else f"{value:.3f}".rstrip("0").rstrip(".")
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.3f}".rstrip("0").rstrip(".")

@@ -1,8 +1,8 @@
 """Frozen, validated values: the base of everything that a run is made of, and the one error that users see."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -10,6 +10,9 @@ from pydantic_core import ErrorDetails
 
 class InputError(ValueError):
     """Something given is wrong. The message is one sentence that names it and says what would be right."""
+
+
+T = TypeVar("T", bound="Frozen")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -33,6 +36,17 @@ class Frozen(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             raise InputError("; ".join(_sentence(type(self), detail) for detail in error.errors())) from None
+
+    def __eq__(self, other: object) -> bool:
+        """By fields alone: what a value has computed and kept says nothing about it."""
+        return type(self) is type(other) and all(
+            getattr(self, name) == getattr(other, name) for name in type(self).model_fields
+        )
+
+    def model_copy(self: T, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> T:
+        """A copy with some fields changed, checked like any other; what was derived from the old ones stays behind."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**fields | dict(update or {}))
 
 
 def _sentence(owner: type[BaseModel], detail: ErrorDetails) -> str:

@@ -85,23 +85,23 @@ def observe(
     Args:
         batch: sequences to run on; None takes the series' own held-out batch.
     """
-    batch = series.held_out if batch is None else batch
+    batch = series.inputs.held_out if batch is None else batch
     model = series.build()
     wanted = {hook for probe in probes for hook in probe.hooks}
     hooks = lens.resolve_hooks(model, sorted(wanted - {LOGITS}))
     rows: list[dict[str, np.ndarray]] = []
     first = previous = None
-    for snapshot in tqdm(series, disable=not show_progress, unit="snapshot", desc="observe"):
+    for snapshot in tqdm(series, disable=None if show_progress else True, unit="snapshot", desc="observe"):
         weights = _same_shapes(snapshot.weights(), first, snapshot.step)
         first = weights if first is None else first
         cache = _run(model, weights, hooks, batch) if wanted else {}
-        seen = Observation(weights, previous or weights, first, cache, batch, series.frequencies)
+        seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies)
         rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
         previous = weights
     return _trace(series, probes, rows)
 
 
-def _run(model: torch.nn.Module, weights: lens.Weights, hooks: list[str], batch: Batch) -> dict[str, Tensor]:
+def _run(model: lens.Model, weights: lens.Weights, hooks: list[str], batch: Batch) -> dict[str, Tensor]:
     lens.load_weights(model, weights)
     logits, cache = lens.run_and_cache(model, batch.tokens, hooks)
     return cache | {LOGITS: logits}

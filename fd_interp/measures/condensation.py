@@ -8,10 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fd_interp.measures._precision import at_least_single
+
 
 def singular_values(weight: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch rank"]:
     """Singular values in descending order, in at least single precision."""
-    return torch.linalg.svdvals(_upcast(weight))
+    return torch.linalg.svdvals(at_least_single(weight))
 
 
 def top_share(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
@@ -31,7 +33,8 @@ def effective_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tenso
 
 def singular_ratio(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
     """`s_2 / s_1`: 0 for rank one, 1 when a second direction is as strong as the first."""
-    return singular_values[..., 1] / singular_values[..., 0]
+    second = singular_values[..., 1:2].sum(-1)  # 0 for a matrix with a single row or column
+    return second / singular_values[..., 0]
 
 
 def frobenius_norm(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
@@ -43,8 +46,8 @@ def relative_norm_change(
     weight: Float[Tensor, "*batch rows columns"], start: Float[Tensor, "*batch rows columns"]
 ) -> Float[Tensor, "*batch"]:
     """`(|W| - |W_0|) / |W_0|` in Frobenius norm: 0 while frozen, 1 when it has doubled, -1 when it has vanished."""
-    norm_at_start = torch.linalg.matrix_norm(_upcast(start))
-    return torch.linalg.matrix_norm(_upcast(weight)) / norm_at_start - 1
+    norm_at_start = torch.linalg.matrix_norm(at_least_single(start))
+    return torch.linalg.matrix_norm(at_least_single(weight)) / norm_at_start - 1
 
 
 def direction_cosine(
@@ -54,7 +57,7 @@ def direction_cosine(
 
     With `weight = W_E` and `direction = pi` this is the condensation direction of arXiv 2605.01199, stage I.
     """
-    weight = _upcast(weight)
+    weight = at_least_single(weight)
     u = torch.linalg.svd(weight, full_matrices=False).U[..., 0]
     direction = direction.to(u)
     return (u @ direction).abs() / direction.norm()
@@ -68,7 +71,7 @@ def singular_vector_alignment(
     1 when no direction moved between two snapshots. Measure of Chen and Luo, arXiv 2510.06954; they leave out the
     absolute value, which we need because the sign of a singular vector is arbitrary.
     """
-    u, v = (torch.linalg.svd(_upcast(matrix), full_matrices=False).U for matrix in (weight, previous))
+    u, v = (torch.linalg.svd(at_least_single(matrix), full_matrices=False).U for matrix in (weight, previous))
     return (u * v).sum(-2).abs().mean(-1)
 
 
@@ -77,14 +80,10 @@ def row_cosines(weight: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows ro
 
     Rows of zeros have cosine 0 with every row.
     """
-    rows = torch.nn.functional.normalize(_upcast(weight), dim=-1)
+    rows = torch.nn.functional.normalize(at_least_single(weight), dim=-1)
     return rows @ rows.mT
 
 
 def condensation_order(cosines: Float[Tensor, "rows rows"]) -> list[int]:
     """Row order that groups the rows of a cosine matrix: that of the entries of its top eigenvector."""
     return torch.linalg.eigh(cosines).eigenvectors[:, -1].argsort().tolist()
-
-
-def _upcast(weight: Tensor) -> Tensor:
-    return weight if weight.dtype == torch.float64 else weight.float()

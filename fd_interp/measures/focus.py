@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fd_interp.measures._precision import at_least_single
+
 LEAST_LIFT = 1e-6
 """Attention lifts are clipped here before their logarithm is taken."""
 
@@ -40,8 +42,8 @@ def visible_share(
 
 
 def is_causal(pattern: Float[Tensor, "batch head query key"]) -> bool:
-    """Whether no query of the first sequence looks at a later key."""
-    return bool((pattern[0].triu(1) == 0).all())
+    """Whether no query looks at a later key."""
+    return not pattern.triu(1).any()
 
 
 def focus_ratio(
@@ -129,7 +131,10 @@ def _received_if_uniform(pattern: Tensor, queries: Tensor, tokens: Tensor, d_voc
     return _received(uniform.expand(len(tokens), 1, -1, -1), queries, tokens, d_vocab)
 
 
-def _sum_over(values: Float[Tensor, "batch head query"], queries: Bool[Tensor, "batch query"]) -> Float[Tensor, " head"]:
+def _sum_over(
+    values: Float[Tensor, "batch head query"], queries: Bool[Tensor, "batch query"]
+) -> Float[Tensor, " head"]:
+    values = at_least_single(values)
     return torch.einsum("bhq,bq->h", values, queries.to(values))
 
 
@@ -145,6 +150,6 @@ def _sum_by_token(
     chosen: Bool[Tensor, "batch position"],
     d_vocab: int,
 ) -> Float[Tensor, "head vocab"]:
-    by_head = (values * chosen[:, None]).transpose(0, 1).flatten(1)  # h (b p)
-    sums = torch.zeros(len(by_head), d_vocab, dtype=values.dtype, device=values.device)
+    by_head = (at_least_single(values) * chosen[:, None]).transpose(0, 1).flatten(1)  # h (b p)
+    sums = torch.zeros(len(by_head), d_vocab, dtype=by_head.dtype, device=values.device)
     return sums.index_add_(1, tokens.flatten(), by_head)

@@ -16,4 +16,5 @@ def kl_divergence(
     reference: Float[Tensor, "*batch vocab"], log_probabilities: Float[Tensor, "*batch vocab"]
 ) -> Float[Tensor, "*batch"]:
     """`KL(reference || model)` in nats: 0 where the two agree; what the model loses on the reference's own samples."""
-    return (torch.special.entr(reference.exp()).neg() - reference.exp() * log_probabilities).sum(-1)
+    p = reference.exp()
+    return torch.where(p > 0, p * (reference - log_probabilities), 0.0).sum(-1)

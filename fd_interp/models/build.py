@@ -8,7 +8,7 @@ from fd_interp.models.config import OneLayer, Transformer
 from fd_interp.models.one_layer import OneLayerAttention
 
 
-def build(config: OneLayer | Transformer, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(config: OneLayer | Transformer, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> lens.Model:
     """A model of the configured shape whose weights are still to be loaded."""
     if isinstance(config, OneLayer):
         return OneLayerAttention(config, d_vocab, n_ctx, dtype)
@@ -39,7 +39,7 @@ def _initial(config: OneLayer | Transformer, name: str, like: Tensor, generator:
     return normal.to(like)
 
 
-def trained(config: OneLayer | Transformer, model: nn.Module) -> dict[str, nn.Parameter]:
+def trained(config: OneLayer | Transformer, model: lens.Model) -> dict[str, nn.Parameter]:
     """The parameters that training moves, by canonical name; those held fixed stop asking for gradients."""
     live = lens.trainable(model)
     for name, parameter in live.items():

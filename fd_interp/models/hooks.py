@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +12,8 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from fd_interp.config import InputError, nearest
+
+T = TypeVar("T")
 
 Activations = dict[str, Tensor]
 """Full hook name -> activation, batch first."""
@@ -65,14 +68,15 @@ def hook_names(model: Model) -> list[str]:
     return list(model.hook_dict)
 
 
-def resolve_hooks(model: Model, names: Sequence[str]) -> list[str]:
+def resolve_hooks(model: Model, names: str | Sequence[str]) -> list[str]:
     """Full hook names, in the order asked and each once: `pattern` stands for `blocks.{l}.attn.hook_pattern`, every l.
 
     Raises:
         InputError: the model has no such hook, or has one that does not show what its name says.
     """
     known = hook_names(model)
-    found = [full for name in names for full in _expand(name, known)]
+    asked = [names] if isinstance(names, str) else names
+    found = [full for name in asked for full in _expand(name, known)]
     if is_bridge(model) and any(name.endswith("hook_attn_scores") for name in found):
         raise InputError(
             "hook_attn_scores of a TransformerBridge can hold the pattern instead of the scores; "
@@ -91,7 +95,7 @@ def _expand(name: str, known: list[str]) -> list[str]:
     return found
 
 
-def run_and_cache(model: Model, tokens: Int[Tensor, "batch position"], names: Sequence[str]) -> Cached:
+def run_and_cache(model: Model, tokens: Int[Tensor, "batch position"], names: str | Sequence[str]) -> Cached:
     """One forward pass that reads the named hooks and nothing else; hooks of others stay, and their edits are seen.
 
     Raises:
@@ -108,44 +112,58 @@ def run_and_cache(model: Model, tokens: Int[Tensor, "batch position"], names: Se
 
     with torch.no_grad(), _attached(model, {name: reader(name) for name in names}):
         logits = model(tokens)
-    _check_all_ran(names, read)
-    return Cached(logits, read)
+    return Cached(logits, _all_of(names, read))
 
 
 def run_with_gradients(
     model: Model,
     tokens: Int[Tensor, "batch position"],
-    names: Sequence[str],
+    names: str | Sequence[str],
     loss_fn: Callable[[Float[Tensor, "batch *position vocab"]], Float[Tensor, ""]],
 ) -> Gradients:
     """Activations at the named hooks and the gradient of `loss_fn(logits)` with respect to each.
 
-    Parameters may be frozen, and their `.grad` is not touched.
+    A hook that runs more than once, on one value, gets the sum of its gradients. Parameters may be frozen, and their
+    `.grad` is not touched.
 
     Raises:
         InputError: see `run_and_cache`; or the loss does not depend on a hook's value.
     """
     names = resolve_hooks(model, names)
-    read: Activations = {}
+    traced: dict[str, list[Tensor]] = {}
 
     def tracer(name: str) -> Callable[..., Tensor]:
         def trace(value: Tensor, hook: HookPoint) -> Tensor:
+            if not value.is_floating_point():
+                raise InputError(f"{name} holds token ids, which have no gradient")
             # A bridge shows its hooks a reshaped copy: only what the hook returns lies between weights and loss. The
             # view makes a node of its own, so that the gradient is of what passes this hook and not of a by-pass.
-            read[name] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            return read[name]
+            node = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            traced.setdefault(name, []).append(node)
+            return node
 
         return trace
 
     with torch.enable_grad(), _attached(model, {name: tracer(name) for name in names}):
         loss = loss_fn(model(tokens))
-    _check_all_ran(names, read)
-    found = torch.autograd.grad(loss, [read[name] for name in names], allow_unused=True)
-    gradients = dict(zip(names, found, strict=True))
-    for name, gradient in gradients.items():
-        if gradient is None:
-            raise InputError(f"the loss does not depend on {name}: what passes there is not used further on")
-    return Gradients({name: value.detach() for name, value in read.items()}, gradients)
+    nodes = _all_of(names, traced)
+    activations = {name: each[-1].detach() for name, each in nodes.items()}
+    return Gradients(activations, _gradients(loss, nodes))
+
+
+def _gradients(loss: Float[Tensor, ""], nodes: dict[str, list[Tensor]]) -> Activations:
+    """Summed over the times that a hook ran: ln1 of HookedTransformer runs for queries, for keys and for values."""
+    every = [node for each in nodes.values() for node in each]
+    reached = bool(every) and loss.requires_grad
+    found = iter(torch.autograd.grad(loss, every, allow_unused=True) if reached else [None] * len(every))
+    return {name: _total(name, list(islice(found, len(each)))) for name, each in nodes.items()}
+
+
+def _total(name: str, gradients: list[Tensor | None]) -> Tensor:
+    used = [gradient for gradient in gradients if gradient is not None]
+    if not used:
+        raise InputError(f"the loss does not depend on {name}: what passes there is not used further on")
+    return torch.stack(used).sum(0)
 
 
 @contextmanager
@@ -167,7 +185,9 @@ def _attached(model: Model, hooks: Mapping[str, Callable[..., Any]]) -> Iterator
             point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
 
 
-def _check_all_ran(names: list[str], read: Activations) -> None:
+def _all_of(names: list[str], read: dict[str, T]) -> dict[str, T]:
+    """What was read, in the order asked."""
     for name in names:
         if name not in read:
             raise InputError(f"the model has the hook {name} but does not run it in its present settings")
+    return {name: read[name] for name in names}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from math import prod, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ __all__ = [
     "resolve_hooks",
     "run_and_cache",
     "run_with_gradients",
+    "to_device",
     "trainable",
     "weights",
 ]
@@ -108,6 +109,12 @@ def _native_bridge(settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
     for block in bridge.blocks:
         block.attn.original_component.scale = attn_scale
     return bridge
+
+
+def to_device(model: Model, device: str) -> Model:
+    """Moves the model; TransformerLens' own method says so on standard output."""
+    nn.Module.to(cast(nn.Module, model), device)
+    return model
 
 
 def trainable(model: Model) -> dict[str, nn.Parameter]:

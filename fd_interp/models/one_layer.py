@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -98,6 +98,9 @@ class OneLayerAttention(HookedRootModule):
     """`OneLayer` as a hooked module: use `run_with_cache` and `run_with_hooks` as on any TransformerLens model."""
 
     mask: Tensor
+    embed: Any
+    blocks: Any
+    unembed: Any
 
     def __init__(self, config: OneLayer, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

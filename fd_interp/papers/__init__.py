@@ -1,0 +1,38 @@
+"""What each paper found, as data: settings, stages, claims and controls. One file a paper."""
+
+from types import ModuleType
+
+from fd_interp.config import InputError, nearest
+from fd_interp.observe import Probe
+from fd_interp.papers import focus_dilution
+from fd_interp.training.run import Run
+
+PAPERS: dict[str, ModuleType] = {"focus-dilution": focus_dilution}
+"""Name on the command line -> module with SETTINGS, probes, stages, CLAIMS and CONTROLS."""
+
+
+def settings() -> dict[str, Run]:
+    """Every named run, of all papers."""
+    return {name: run for paper in PAPERS.values() for name, run in paper.SETTINGS.items()}
+
+
+def setting(name: str) -> Run:
+    """One named run.
+
+    Raises:
+        InputError: there is none; the message offers the nearest names.
+    """
+    known = settings()
+    if name not in known:
+        raise InputError(f"there is no setting '{name}', {nearest(name, known)}")
+    return known[name]
+
+
+def paper_of(run: Run) -> ModuleType:
+    """The paper whose question a run answers: that of its task."""
+    return {"markov": focus_dilution, "text": focus_dilution}[run.task.kind]
+
+
+def probes_of(run: Run | None) -> list[Probe]:
+    """What is measured on a run; without one, on somebody else's checkpoint, what every language model has."""
+    return focus_dilution.probes_of_text() if run is None else paper_of(run).probes(run)

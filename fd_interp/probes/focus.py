@@ -42,9 +42,7 @@ def frequency_focus(top: int = 1) -> Probe:
     )
 
 
-def _of_layer(
-    pattern: Tensor, keys: Tensor, queries: Tensor, tokens: Tensor, frequencies: Tensor
-) -> dict[str, Tensor]:
+def _of_layer(pattern: Tensor, keys: Tensor, queries: Tensor, tokens: Tensor, frequencies: Tensor) -> dict[str, Tensor]:
     return {
         "attention_entropy": measures.attention_entropy(pattern, queries),
         "focus_ratio": measures.focus_ratio(pattern, keys, queries),

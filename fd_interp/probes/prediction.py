@@ -40,7 +40,9 @@ def excess_loss(task: Task, loss_on: Positions = "all") -> Probe:
     return Probe(
         "excess_loss",
         {
-            "excess_over_unigram": Variable((), "held-out cross-entropy above that of the token frequencies", "", "nats"),
+            "excess_over_unigram": Variable(
+                (), "held-out cross-entropy above that of the token frequencies", "", "nats"
+            ),
             "excess_over_best": Variable((), "held-out cross-entropy above the task's best predictor", "", "nats"),
         },
         measure,

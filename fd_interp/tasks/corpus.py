@@ -163,7 +163,7 @@ def _articles(lines: Iterable[str]) -> Iterator[str]:
     article = list[str]()
     after_blank = True
     for line in lines:
-        if after_blank and article and _TITLE.fullmatch(line):
+        if after_blank and _TITLE.fullmatch(line):
             yield "".join(article)
             article = []
         article.append(line)

@@ -41,7 +41,7 @@ class MarkovChain(Frozen):
             raise InputError(f"pi must have at least two tokens, not {d_vocab}")
         if not min(self.pi) > 0:
             raise InputError(f"pi must be positive everywhere, but pi[{self.pi.index(min(self.pi))}] is {min(self.pi)}")
-        if abs(sum(self.pi) - 1) > TOLERANCE:
+        if not abs(sum(self.pi) - 1) <= TOLERANCE:
             raise InputError(f"pi must sum to one, not {sum(self.pi):.6g}")
         lowest = -1 / (d_vocab - 1)
         if not lowest - TOLERANCE <= self.persistence < 1:
@@ -70,14 +70,13 @@ class MarkovChain(Frozen):
     @classmethod
     def uniform(cls, d_vocab: int, *, persistence: float = 0.5, context: int = 32) -> "MarkovChain":
         """No token is frequent: the paper's dynamics has nothing to condense on."""
-        return cls(pi=(1 / d_vocab,) * d_vocab, persistence=persistence, context=context)
+        return cls(pi=tuple(1 / d_vocab for _ in range(d_vocab)), persistence=persistence, context=context)
 
     @classmethod
-    def symmetric_low(
-        cls, d_vocab: int, pi_1: float, *, persistence: float = 0.5, context: int = 32
-    ) -> "MarkovChain":
+    def symmetric_low(cls, d_vocab: int, pi_1: float, *, persistence: float = 0.5, context: int = 32) -> "MarkovChain":
         """One frequent token and equal others: delta = 0 in Eq. 1."""
-        return cls(pi=(pi_1, *[(1 - pi_1) / (d_vocab - 1)] * (d_vocab - 1)), persistence=persistence, context=context)
+        low = tuple((1 - pi_1) / (d_vocab - 1) for _ in range(d_vocab - 1))
+        return cls(pi=(pi_1, *low), persistence=persistence, context=context)
 
     @classmethod
     def antitone(cls, pi: tuple[float, ...], *, context: int = 32) -> "MarkovChain":
@@ -86,6 +85,7 @@ class MarkovChain(Frozen):
         The pair of successive tokens is the antitone coupling of `pi` with itself, so of all chains with stationary
         distribution `pi` this one has the least correlation between the frequencies of neighbours.
         """
+        pi = cls(pi=pi).pi  # refuses one that is no law, before the rows are divided by it
         coupling = _antitone_coupling(pi)
         rows = tuple(tuple(mass / p for mass in row) for row, p in zip(coupling, pi, strict=True))
         return cls(pi=pi, persistence=0.0, redraw=rows, context=context)
@@ -143,13 +143,13 @@ def _check_stochastic(rows: tuple[tuple[float, ...], ...], pi: tuple[float, ...]
     if len(rows) != d_vocab or any(len(row) != d_vocab for row in rows):
         raise InputError(f"redraw must be a {d_vocab} x {d_vocab} matrix, as long as pi")
     for index, row in enumerate(rows):
-        if min(row) < 0 or abs(sum(row) - 1) > TOLERANCE:
+        if not (min(row) >= 0 and abs(sum(row) - 1) <= TOLERANCE):
             raise InputError(f"redraw must have rows of probabilities that sum to one, but row {index} is {row}")
     for token in range(d_vocab):
         arriving = sum(pi[source] * rows[source][token] for source in range(d_vocab))
         if abs(arriving - pi[token]) > TOLERANCE:
             raise InputError(
-                f"pi must be stationary for redraw, but token {token} has pi {pi[token]:.6g} and receives {arriving:.6g}"
+                f"pi must be stationary for redraw, but pi[{token}] is {pi[token]:.6g} and its inflow {arriving:.6g}"
             )
 
 

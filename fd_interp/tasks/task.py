@@ -54,3 +54,7 @@ class Task(Protocol):
     def token_frequencies(self) -> Float[Tensor, " vocab"]:
         """How often each token occurs; sums to one."""
         ...
+
+    def token_strings(self) -> list[str]:
+        """Each token as a person reads it."""
+        ...

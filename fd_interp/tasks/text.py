@@ -2,10 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float, Int, Int32
@@ -133,7 +132,7 @@ class TextCorpus(Frozen):
         return seen.argsort(descending=True, stable=True)[:k].tolist()
 
     def token_strings(self) -> list[str]:
-        """Every token as it reads in the text; one that is no whole letter in the tokenizer's own spelling."""
+        """Every token as it reads in the text; where it is no whole letter, its bytes (`<0xE2><0x80>`)."""
         return displayed(self._packed.tokenizer)
 
     def encode(self, text: str) -> Int[Tensor, " position"]:
@@ -152,11 +151,6 @@ class TextCorpus(Frozen):
         for ids in (packed.train, packed.held_out):
             digest.update(ids.numpy().astype("<i4").tobytes())
         return digest.hexdigest()
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "TextCorpus":
-        """A copy with some fields changed, checked like any other; what was read for the old ones stays behind."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return TextCorpus(**fields | dict(update or {}))
 
     @cached_property
     def _given_tokenizer(self) -> "Tokenizer | None":

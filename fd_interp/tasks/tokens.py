@@ -92,7 +92,7 @@ def joined_ids(tokenizer: "Tokenizer", documents: list[str], *, separator: str) 
 
 
 def displayed(tokenizer: "Tokenizer") -> list[str]:
-    """Each token as it reads in a text; a token that is no whole letter in its own spelling (`Ġ`, `âĢ`)."""
+    """Each token as it reads in a text; where it is no whole letter, its bytes (`<0xE2><0x80>`)."""
     return [_displayed(tokenizer, token) for token in range(vocabulary_size(tokenizer))]
 
 
@@ -100,4 +100,13 @@ def _displayed(tokenizer: "Tokenizer", token: int) -> str:
     once = tokenizer.decode([token], skip_special_tokens=False)
     # Some decoders drop a leading space, which tells " the" from "the"; in second place it is kept.
     again = tokenizer.decode([token, token], skip_special_tokens=False).removeprefix(once)
-    return (tokenizer.id_to_token(token) or "") if "\ufffd" in again else again
+    if "\ufffd" not in again:
+        return again
+    spelled = [_BYTE.get(letter, ord(letter)) for letter in tokenizer.id_to_token(token) or ""]
+    return "".join(chr(code) if code < 128 else f"<0x{code:02X}>" for code in spelled)
+
+
+# Byte-level BPE spells a byte as the Latin-1 letter with that code where it has a shape, and the others as the letters
+# from 256 on. A tokenizer that falls back to bytes names them `<0xE2>` itself.
+_SHAPELESS = [byte for byte in range(256) if not 33 <= byte <= 126 and not 161 <= byte <= 172 and byte < 174]
+_BYTE = {chr(256 + n): byte for n, byte in enumerate(_SHAPELESS)}

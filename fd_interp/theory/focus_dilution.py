@@ -7,15 +7,16 @@ are our own derivation and agree with the stages that it describes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float
 from scipy.integrate import solve_ivp
-from scipy.special import softmax
+from scipy.special import softmax, xlogy
 
+from fd_interp.config import InputError
 from fd_interp.measures import condensation, redistribution
 from fd_interp.tasks.markov import MarkovChain
 
@@ -32,14 +33,16 @@ class PopulationWeights(NamedTuple):
     W_U: Float[Array, "*seed d_model vocab"]
 
     @classmethod
-    def of(cls, weights: Mapping[str, torch.Tensor]) -> Self:
+    def of(cls, weights: Mapping[str, torch.Tensor]) -> "PopulationWeights":
         """From a snapshot of the one-layer model with one head."""
         attn = "blocks.0.attn."
+        if len(weights[attn + "W_Q"]) > 1:
+            raise InputError(f"the theory is of one head, but W_Q has {len(weights[attn + 'W_Q'])}")
         matrices = (weights["embed.W_E"], weights[attn + "W_Q"][0], weights[attn + "W_K"][0], weights["unembed.W_U"])
         return cls(*(matrix.double().numpy() for matrix in matrices))
 
     @classmethod
-    def stack(cls, members: Sequence[Self]) -> Self:
+    def stack(cls, members: Sequence["PopulationWeights"]) -> "PopulationWeights":
         """Several, on a new leading axis."""
         return cls(*(np.stack(matrices) for matrices in zip(*members, strict=True)))
 
@@ -58,6 +61,8 @@ class Population(NamedTuple):
 def population(weights: PopulationWeights, chain: MarkovChain, *, attn_scale: float = 1.0) -> Population:
     """Attention by token, loss, and its gradients with respect to M and Phi."""
     pi, P = chain.token_frequencies().numpy(), chain.transition.numpy()
+    if weights.W_E.shape[-2] != len(pi):
+        raise InputError(f"W_E has {weights.W_E.shape[-2]} rows; a chain of {len(pi)} tokens needs one row for each")
     scores = weights.W_E @ weights.W_Q @ _T(weights.W_E @ weights.W_K) / attn_scale
     attention = softmax(np.log(pi) + scores, axis=-1)
     M = weights.W_E @ weights.W_U
@@ -95,14 +100,16 @@ def descend(
     The variables have the names of the measured ones; a leading axis of the weights becomes the dim `seed`.
     """
     kept: list[tuple[PopulationWeights, Population]] = []
-    weights, wanted = start, set(keep)
-    for step in range(max(keep) + 1):
+    weights, wanted = start, _kept_steps(keep)
+    for step in range(wanted[-1] + 1):
         at = population(weights, chain, attn_scale=attn_scale)
+        if not np.isfinite(at.loss).all():
+            raise InputError(f"the descent diverges at step {step}: lr must be smaller than {lr}")
         if step in wanted:
             kept.append((weights, at))
         change = _velocity(weights, at, attn_scale)
         weights = PopulationWeights(*(w + lr * v for w, v in zip(weights, change, strict=True)))
-    return _trace(kept, sorted(wanted), chain)
+    return _trace(kept, wanted, chain)
 
 
 def flow(
@@ -125,13 +132,14 @@ def flow(
     def right_hand_side(_: float, state: Array) -> Array:
         return _pack(velocity(unpack(state), chain, attn_scale=attn_scale))
 
-    times = np.array(sorted(set(keep))) * lr
+    wanted = _kept_steps(keep)
+    times = np.array(wanted) * lr
     solution = solve_ivp(
-        right_hand_side, (0, times[-1]), _pack(start), method="RK45", t_eval=times, rtol=rtol, atol=rtol * 1e-3
+        right_hand_side, (0, max(times[-1], lr)), _pack(start), method="RK45", t_eval=times, rtol=rtol, atol=rtol * 1e-3
     )
     path = [unpack(state) for state in solution.y.T]
     kept = [(weights, population(weights, chain, attn_scale=attn_scale)) for weights in path]
-    return _trace(kept, sorted(set(keep)), chain)
+    return _trace(kept, wanted, chain)
 
 
 def conserved(weights: PopulationWeights) -> Float[Array, "*seed d_model d_model"]:
@@ -152,8 +160,8 @@ def condensed_saddle(chain: MarkovChain) -> CondensedSaddle:
     pi = chain.token_frequencies().numpy()
     logits = np.log(pi) - np.log(pi).mean()
     norm = np.linalg.norm(pi)
-    g = np.sqrt(np.linalg.norm(logits) / norm**3)
-    return CondensedSaddle(g, logits / (g * norm**2))
+    g = float(np.sqrt(np.linalg.norm(logits) / norm**3))
+    return CondensedSaddle(g, logits / (g * norm**2) if g > 0 else logits)
 
 
 def condensation_rate(chain: MarkovChain) -> float:
@@ -163,7 +171,7 @@ def condensation_rate(chain: MarkovChain) -> float:
 
 
 def sign_criterion(chain: MarkovChain) -> float:
-    """`S = sum_i pi_i^2 beta . (P_i - pi)` at the saddle: positive for focus, negative for anti-focus, 0 for neither."""
+    """`S = sum_i pi_i^2 beta . (P_i - pi)` at the saddle: positive for focus, negative for anti-focus, 0 for none."""
     pi, P = chain.token_frequencies().numpy(), chain.transition.numpy()
     return float(pi**2 @ (P - pi) @ condensed_saddle(chain).beta)
 
@@ -187,19 +195,30 @@ def degenerate_loss(chain: MarkovChain) -> float:
     pi, P = chain.token_frequencies().numpy(), chain.transition.numpy()
     low = np.arange(len(pi)) != pi.argmax()
     predicted = np.where(low[:, None], pi[low] @ P[low] / pi[low].sum(), P)
-    return float(-(pi[:, None] * P * np.log(predicted)).sum())
+    return float(-(pi[:, None] * xlogy(P, predicted)).sum())
 
 
-def transverse_rate(weights: PopulationWeights, chain: MarkovChain, *, attn_scale: float = 1.0) -> Float[Array, "*seed"]:
+def transverse_rate(
+    weights: PopulationWeights, chain: MarkovChain, *, attn_scale: float = 1.0
+) -> Float[Array, "*seed"]:
     """Stage IV: `sigma_1(D)`, the rate at which a new embedding direction grows from a rank-one critical point."""
     return np.linalg.svd(population(weights, chain, attn_scale=attn_scale).D, compute_uv=False)[..., 0]
 
 
-def growth_rate(steps: Sequence[int], norms: Sequence[float], *, lr: float, between: tuple[float, float]) -> float:
+def growth_rate(
+    steps: Sequence[int] | Array, norms: Sequence[float] | Array, *, lr: float, between: tuple[float, float]
+) -> float:
     """Slope of log norm against time `step * lr` while the norm is between two bounds; NaN with fewer than 3 points."""
     time, log_norm = np.asarray(steps) * lr, np.log(norms)
     inside = (norms > np.asarray(between[0])) & (norms < np.asarray(between[1]))
     return float(np.polyfit(time[inside], log_norm[inside], 1)[0]) if inside.sum() >= 3 else float("nan")
+
+
+def _kept_steps(keep: Sequence[int]) -> list[int]:
+    steps = sorted(set(keep))
+    if not steps or steps[0] < 0:
+        raise InputError(f"keep must name at least one step, and none before 0, not {list(keep)}")
+    return steps
 
 
 def _trace(kept: list[tuple[PopulationWeights, Population]], steps: list[int], chain: MarkovChain) -> xr.Dataset:
@@ -217,6 +236,7 @@ def _trace(kept: list[tuple[PopulationWeights, Population]], steps: list[int], c
     for name in ("W_Q", "W_K"):
         measured = _of_matrix(name, getattr(weights, name))
         values |= {key: ((*lead, *PER_HEAD), value[..., None, None]) for key, value in measured.items()}
+    values |= {name: (lead, value) for name, value in _along_alpha(weights).items()}
     values |= _of_embedding(weights.W_E, chain, lead)
     values |= _of_attention(at.attention, chain, lead)
     trace = xr.Dataset(values, coords={"step": steps, "token": np.arange(chain.d_vocab), "layer": [0], "head": [0]})
@@ -232,6 +252,17 @@ def _of_matrix(name: str, weight: Array) -> dict[str, Array]:
         f"{name}_singular_ratio": condensation.singular_ratio(s).numpy(),
         f"{name}_norm": norm.numpy(),
         f"{name}_norm_change": (norm / norm[0] - 1).numpy(),
+    }
+
+
+def _along_alpha(weights: PopulationWeights) -> dict[str, Array]:
+    """Sizes of what grows along the embedding's top direction: W_E and W_U in stage I, W_Q + W_K in stage II."""
+    alpha = np.linalg.svd(weights.W_E, full_matrices=False).Vh[..., :1, :]
+    embedding = alpha @ _T(weights.W_E)
+    unembedding = alpha @ weights.W_U
+    return {
+        "condensing": np.hypot(*(np.linalg.norm(part, axis=(-2, -1)) for part in (embedding, unembedding))),
+        "focusing": np.linalg.norm(alpha @ (weights.W_Q + weights.W_K), axis=(-2, -1)),
     }
 
 
@@ -256,11 +287,12 @@ def _of_attention(
     lift = np.log(np.clip(pi @ attention / pi, 1e-6, None))
     centred = np.log(pi) - pi @ np.log(pi)
     own = np.diagonal(attention, axis1=-2, axis2=-1)
+    spread = pi @ centred**2
     per_head: dict[str, Callable[[], Array]] = {
         "focus_ratio": lambda: by_query @ pi,
         "focus_ratio_rare": lambda: by_query @ rare / rare.sum(),
         "self_focus": lambda: own @ pi / (pi @ pi),
-        "frequency_slope": lambda: lift @ (pi * centred) / (pi @ centred**2),
+        "frequency_slope": lambda: lift @ (pi * centred) / spread if spread else np.full(lift.shape[:-1], np.nan),
     }
     values = {name: ((*lead, *PER_HEAD), value()[..., None, None]) for name, value in per_head.items()}
     return values | {"focus_ratio_by_query": ((*lead, *PER_HEAD, "token"), by_query[..., None, None, :])}

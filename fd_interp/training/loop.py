@@ -19,6 +19,7 @@ from fd_interp.models import lens
 from fd_interp.models.build import build, initial_weights, trained
 from fd_interp.models.one_layer import LAST_QUERY, OneLayerAttention
 from fd_interp.tasks.task import Batch
+from fd_interp.training.interrupt import deferred_interrupts
 from fd_interp.training.run import SGD, Run
 from fd_interp.training.series import Series, atomic, claim_directory, read_tensors, series_of, write_tensors
 
@@ -54,7 +55,7 @@ def batches(run: Run, start: int = 0) -> Iterator[Batch]:
             yield Batch(tokens[rows].to(run.device), targets[rows].to(run.device))
 
 
-def batch_loss(run: Run, model: nn.Module, batch: Batch) -> Float[Tensor, ""]:
+def batch_loss(run: Run, model: lens.Model, batch: Batch) -> Float[Tensor, ""]:
     """Mean cross-entropy in nats where the run asks for it."""
     if run.training.loss_on == "last" and isinstance(model, OneLayerAttention):
         return loss_of(run, model(batch.tokens, queries=LAST_QUERY), batch.targets)
@@ -75,7 +76,9 @@ def make_optimizer(run: Run, parameters: dict[str, nn.Parameter]) -> torch.optim
     config = run.training.optimizer
     known = {name.rsplit(".", 1)[-1] for name in parameters}
     if unknown := config.lrs.keys() - known:
-        raise InputError(f"lrs names {', '.join(sorted(unknown))}, which is not trained; trained: {', '.join(sorted(known))}")
+        raise InputError(
+            f"lrs names {', '.join(sorted(unknown))}, which is not trained; trained: {', '.join(sorted(known))}"
+        )
     groups = [
         {"params": [parameter], "lr": config.lrs.get(name.rsplit(".", 1)[-1], config.lr)}
         for name, parameter in parameters.items()
@@ -87,7 +90,7 @@ def make_optimizer(run: Run, parameters: dict[str, nn.Parameter]) -> torch.optim
     )
 
 
-def training_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0) -> Iterator[Step]:
+def training_steps(run: Run, model: lens.Model, optimizer: torch.optim.Optimizer, start: int = 0) -> Iterator[Step]:
     """Takes one optimizer step after another from step `start` to the end of the run.
 
     Raises:
@@ -111,57 +114,55 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     that little is lost even when the process is killed. The resumed series has the same bytes as an unbroken one.
     """
     directory = Path(directory)
-    check_hooks(run)
-    claim_directory(directory, run)
+    # Everything that can be refused is looked at before the directory is touched; a text is read here.
+    run.task.token_frequencies()
     model = new_model(run)
     parameters = trained(run.model, model)
     optimizer = make_optimizer(run, parameters)
-    losses = restore(directory, model, optimizer, parameters)
     keep = snapshot_keeper(run, directory, model)
+    claim_directory(directory, run)
+    losses = restore(directory, model, optimizer, parameters)
     if not losses:
         keep(0)
 
     kept = set(run.kept_steps())
     saved_at = time.monotonic()
-    bar = tqdm(total=run.training.steps, initial=len(losses), disable=not show_progress, unit="step", desc=directory.name)
-    with bar:
-        try:
-            for step, loss in training_steps(run, model, optimizer, start=len(losses)):
-                losses.append(loss)
-                if step in kept:
-                    keep(step)
-                if time.monotonic() - saved_at > SECONDS_BETWEEN_STATES:
-                    save_state(directory, model, optimizer, parameters, losses)
-                    saved_at = time.monotonic()
-                if step % 50 == 0:
-                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                bar.update()
-        except KeyboardInterrupt:
-            save_state(directory, model, optimizer, parameters, losses)
-            raise
+    bar = tqdm(
+        total=run.training.steps,
+        initial=len(losses),
+        disable=None if show_progress else True,
+        unit="step",
+        desc=directory.name,
+    )
+    with bar, deferred_interrupts() as interruption:
+        for step, loss in training_steps(run, model, optimizer, start=len(losses)):
+            losses.append(loss)
+            if step in kept:
+                keep(step)
+            if interruption.arrived or time.monotonic() - saved_at > SECONDS_BETWEEN_STATES:
+                save_state(directory, model, optimizer, parameters, losses)
+                saved_at = time.monotonic()
+            if interruption.arrived:
+                raise KeyboardInterrupt
+            if step % 50 == 0:
+                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.update()
     save_state(directory, model, optimizer, parameters, losses)
     return series_of(run, directory)
 
 
-def new_model(run: Run) -> nn.Module:
+def new_model(run: Run) -> lens.Model:
     """The run's model at step 0."""
-    model = nn.Module.to(build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype), run.device)
+    model = lens.to_device(build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype), run.device)
     lens.load_weights(model, initial_weights(run.model, lens.weights(model), run.generator("init")))
     return model
-
-
-def check_hooks(run: Run) -> None:
-    """Refuses hooks that the model does not have, before any work."""
-    if run.keep.hooks or run.keep.gradients:
-        model = build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype)
-        lens.resolve_hooks(model, [*run.keep.hooks, *run.keep.gradients])
 
 
 def snapshot_name(step: int) -> str:
     return f"step_{step:08d}.safetensors"
 
 
-def snapshot_keeper(run: Run, directory: Path, model: nn.Module) -> Callable[[int], None]:
+def snapshot_keeper(run: Run, directory: Path, model: lens.Model) -> Callable[[int], None]:
     """A function that writes the weights, and the activations and gradients that the run keeps, at a step."""
     hooks = lens.resolve_hooks(model, list(run.keep.hooks))
     gradients = lens.resolve_hooks(model, list(run.keep.gradients))
@@ -191,13 +192,15 @@ def snapshot_keeper(run: Run, directory: Path, model: nn.Module) -> Callable[[in
 
 def save_state(
     directory: Path,
-    model: nn.Module,
+    model: lens.Model,
     optimizer: torch.optim.Optimizer,
     parameters: dict[str, nn.Parameter],
     losses: list[float],
 ) -> None:
     """Writes what a later `train` needs to go on from here; the losses first, since the state says how many count."""
-    table = pd.DataFrame({"step": range(1, len(losses) + 1), "loss": losses}).astype({"step": "int64", "loss": "float64"})
+    table = pd.DataFrame({"step": range(1, len(losses) + 1), "loss": losses}).astype(
+        {"step": "int64", "loss": "float64"}
+    )
     with atomic(directory / LOSSES_FILE) as partial:
         table.to_parquet(partial, index=False)
     tensors = {f"weights/{name}": tensor for name, tensor in lens.weights(model).items()}
@@ -209,7 +212,7 @@ def save_state(
 
 
 def restore(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
+    directory: Path, model: lens.Model, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> list[float]:
     """Puts model and optimizer where an earlier training stopped, and returns the losses until then."""
     file = directory / STATE_FILE

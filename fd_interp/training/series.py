@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fd_interp.config import InputError
 from fd_interp.models import lens
@@ -29,14 +30,14 @@ class Snapshot:
 
     step: int
     read: Callable[[], lens.Weights]
-    build: Callable[[], nn.Module]
+    build: Callable[[], lens.Model]
     activations_file: Path | None = None
 
     def weights(self) -> lens.Weights:
         """Canonical (HookedTransformer) names and shapes."""
         return self.read()
 
-    def model(self) -> nn.Module:
+    def model(self) -> lens.Model:
         """A model of its own with these weights."""
         model = self.build()
         lens.load_weights(model, self.weights())
@@ -53,16 +54,26 @@ class Snapshot:
         return lens.run_and_cache(self.model(), tokens, hooks)[1]
 
 
+class Inputs(NamedTuple):
+    """What a series is measured on, and with."""
+
+    held_out: Batch
+    """Sequences that training never saw."""
+    frequencies: Float[Tensor, " vocab"]
+    """How often each token occurs in what the model was trained on, as far as is known; sums to one."""
+    token_strings: list[str]
+    """Each token as a person reads it."""
+
+
 @dataclass(frozen=True)
 class Series(Sequence[Snapshot]):
     """Snapshots in the order of their steps, with what is needed to look at them."""
 
     name: str
     snapshots: tuple[Snapshot, ...]
-    build: Callable[[], nn.Module]
+    build: Callable[[], lens.Model]
     """Makes a model that the snapshots' weights fit."""
-    draw_held_out: Callable[[], Batch]
-    count_frequencies: Callable[[], Tensor]
+    read_inputs: Callable[[], Inputs]
     run: Run | None = None
 
     def __len__(self) -> int:
@@ -76,14 +87,9 @@ class Series(Sequence[Snapshot]):
         return [snapshot.step for snapshot in self.snapshots]
 
     @cached_property
-    def held_out(self) -> Batch:
-        """The sequences that measurements are made on."""
-        return self.draw_held_out()
-
-    @cached_property
-    def frequencies(self) -> Float[Tensor, " vocab"]:
-        """How often each token occurs in what the model was trained on, as far as is known."""
-        return self.count_frequencies()
+    def inputs(self) -> Inputs:
+        """Read when first asked for, since a text takes seconds."""
+        return self.read_inputs()
 
     def at(self, step: int) -> Snapshot:
         """The snapshot of exactly this step."""
@@ -106,7 +112,7 @@ def series_of(run: Run, directory: Path) -> Series:
     if not files:
         raise InputError(f"{directory} holds no snapshots yet")
 
-    def model() -> nn.Module:
+    def model() -> lens.Model:
         return build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype)
 
     def snapshot(file: Path) -> Snapshot:
@@ -117,8 +123,11 @@ def series_of(run: Run, directory: Path) -> Series:
         name=str(directory),
         snapshots=tuple(snapshot(file) for file in files),
         build=model,
-        draw_held_out=lambda: run.task.held_out(run.keep.held_out, run.generator("held_out")),
-        count_frequencies=run.task.token_frequencies,
+        read_inputs=lambda: Inputs(
+            held_out=run.task.held_out(run.keep.held_out, run.generator("held_out")),
+            frequencies=run.task.token_frequencies(),
+            token_strings=run.task.token_strings(),
+        ),
         run=run,
     )
 
@@ -140,7 +149,9 @@ def claim_directory(directory: Path, run: Run) -> None:
         held = read_run(directory)
         if held != run:
             differing = ", ".join(_differences(held.model_dump(), run.model_dump()))
-            raise InputError(f"{directory} already holds another run (it differs in {differing}); choose a new directory")
+            raise InputError(
+                f"{directory} already holds another run (it differs in {differing}); choose a new directory"
+            )
         for left_by_a_kill in directory.rglob(f".*{PARTIAL}"):
             left_by_a_kill.unlink()
         return
@@ -169,7 +180,9 @@ def atomic(file: Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         partial.replace(file)
     except OSError as error:
-        raise InputError(f"{file} could not be written ({error.strerror or error}); what was kept before is whole") from error
+        raise InputError(
+            f"{file} could not be written ({error.strerror or error}); what was kept before is whole"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 

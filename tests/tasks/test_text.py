@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,12 @@ class TestWindows:
         assert all(document not in trained for document in held_out[:-1])
         assert first[3] in trained
 
+    def test_no_document_is_lost_among_thousands(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "a.txt", [str(number) for number in range(3000)])
+        task = TextCorpus(source=path, vocab=257, context=1, held_out_fraction=0.5)
+        held_out = task.decode(torch.tensor(stream(task.held_out_windows))).split(END)
+        assert held_out == [str(number) for number in range(1500, 3000)]
+
     def test_a_single_document_is_cut_in_two(self, tmp_path: Path) -> None:
         [text] = stories(1)
         task = TextCorpus(source=written(tmp_path / "a.txt", [text * 10]), vocab=257, context=4, held_out_fraction=0.25)
@@ -168,6 +175,15 @@ class TestPredictors:
         one, other = task.bayes(torch.tensor([[66, 67, 68], [90, 67, 69]]))
         assert torch.equal(one[1], other[1])
         assert not torch.equal(one[2], other[2])
+
+    def test_after_a_token_that_never_occurs_the_unigram_is_left(self, source: str) -> None:
+        task = TextCorpus(source=source, vocab=257)
+        seen = task.token_frequencies()
+        assert seen[256] == 0
+        [after_nothing, after_something] = task.bayes(torch.tensor([[256, task.frequent(1)[0]]]))[0].exp()
+        n = len(training_ids(task))
+        assert torch.allclose(after_nothing, (seen * n + 1) / (n + 257), atol=1e-12)
+        assert not torch.allclose(after_something, after_nothing, atol=1e-2)
 
     @pytest.mark.parametrize("wrong", [-1, 290])
     def test_tokens_outside_the_vocabulary(self, task: TextCorpus, wrong: int) -> None:
@@ -241,6 +257,12 @@ class TestTokenizer:
         with pytest.raises(InputError, match="supports at most"):
             TextCorpus(source=source, vocab=supported + 1).token_strings()
 
+    def test_a_pair_must_be_seen_twice_to_become_a_token(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "a.txt", ["ab ab", "cd"])
+        with pytest.raises(InputError, match="supports at most 258 tokens"):
+            TextCorpus(source=path, vocab=259, context=1).token_strings()
+        assert TextCorpus(source=path, vocab=258, context=1).token_strings()[-1] == "ab"
+
     def test_held_out_text_does_not_choose_the_tokens(self, tmp_path: Path) -> None:
         documents = [*["abcd " * 40] * 9, "wxyz " * 400]
         strings = TextCorpus(source=written(tmp_path / "a.txt", documents), vocab=260, context=4).token_strings()
@@ -249,7 +271,7 @@ class TestTokenizer:
     def test_strings_read_as_text_and_tell_tokens_apart(self, task: TextCorpus) -> None:
         strings = task.token_strings()
         assert len(set(strings)) == len(strings) == 290
-        assert {END, "a", "\n", " the"} <= set(strings)
+        assert {END, "a", "\n", " ", "ë", " the", "<0x80>", "<0xE2><0x80>", "<0xFF>"} <= set(strings)
         assert "".join(strings[token] for token in task.encode("the cat, then.\n")) == "the cat, then.\n"
 
     def test_somebodys_tokenizer(self, source: str, shared_data: Path) -> None:
@@ -265,6 +287,17 @@ class TestTokenizer:
         folder = shared_data / "stories260K" / "tok512_hf"
         assert TextCorpus(source="absent.txt", tokenizer=str(folder), separator="<s>").d_vocab == 512
         assert TextCorpus(source="absent.txt").d_vocab == 300
+
+    def test_a_vocabulary_with_holes_and_a_tokenizer_that_cuts_and_pads(self, source: str, tmp_path: Path) -> None:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, END: 4, "the": 9}, unk_token="?"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer.enable_truncation(3)
+        tokenizer.enable_padding(length=200)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        task = TextCorpus(source=source, tokenizer=str(tmp_path), context=4)
+        assert task.d_vocab == len(task.token_frequencies()) == len(task.token_strings()) == 10
+        n_words = sum(len(story.split()) for story in stories(60)[:54])
+        assert 0 <= n_words + 53 - len(stream(task.train_windows)) < 4
 
     def test_its_separator_must_be_known(self, source: str, shared_data: Path) -> None:
         task = TextCorpus(source=source, tokenizer=str(shared_data / "stories260K" / "tok512_hf"))
@@ -345,6 +378,7 @@ def test_wrong_fields(fields: dict, message: str) -> None:
     [
         ([""], "holds no text"),
         (["abc", "d" * 40], r"the training text of .* has 3 tokens, fewer than one window of 9"),
+        (["abcdefgh", "d" * 40], r"the training text of .* has 8 tokens, fewer than one window of 9"),
         (["abc" * 9, "d"], r"the held-out text of .* has 1 tokens, fewer than one window of 9"),
         (["abc" * 9, "abc" * 9], r"the held-out text of .* has 0 tokens"),
         (["x"], r"the training text of .* has 1 tokens"),
@@ -355,6 +389,17 @@ def test_texts_too_small(tmp_path: Path, documents: list[str], message: str) -> 
     for use in (task.baselines, task.token_frequencies, lambda: task.sample(1, generator())):
         with pytest.raises(InputError, match=message):
             use()
+
+
+def test_every_field_about_the_source_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"column": "story", "name": "small", "split": "validation", "max_documents": 3}
+
+    def read(source: str, **fields: str | int) -> list[str]:
+        assert (source, fields) == ("owner/stories", where)
+        return stories(3)
+
+    monkeypatch.setattr("fd_interp.tasks.text.read_documents", read)
+    assert len(TextCorpus(source="owner/stories", vocab=257, **where).train_windows) > 0
 
 
 def test_a_window_that_just_fits(tmp_path: Path) -> None:

@@ -1,0 +1,251 @@
+"""The `fd-interp` command. Heavy libraries are imported by the verbs that need them, so that `--help` is quick."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fd_interp.observe import Trace
+    from fd_interp.training.series import Series
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb. 0: done, and every claim holds; 1: a claim does not hold; 2: bad input; 130: interrupted."""
+    arguments, rest = _parser().parse_known_args(argv)
+    if rest and arguments.verb is not train:
+        print(f"fd-interp: unknown option {rest[0]}; see fd-interp {arguments.name} --help", file=sys.stderr)
+        return 2
+    from fd_interp.config import InputError
+
+    try:
+        return arguments.verb(arguments, rest)
+    except InputError as error:
+        print(f"fd-interp: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fd-interp: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; closing stderr keeps the interpreter from complaining at exit.
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fd-interp", description="Watch attention learn.", allow_abbrev=False)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def verb(
+        function: Callable[..., int], text: str, *, takes_run: bool = True, **more: Any
+    ) -> argparse.ArgumentParser:
+        name = function.__name__.removesuffix("_")
+        added = verbs.add_parser(name, help=text, description=function.__doc__, allow_abbrev=False, **more)
+        added.set_defaults(verb=function, name=name)
+        if takes_run:
+            added.add_argument("run", metavar="RUN", type=Path, help="run directory, or a llama2.c checkpoint (.bin)")
+            added.add_argument("--text", help="stories to run a llama2.c checkpoint on")
+            added.add_argument("--tokenizer", help="folder with the checkpoint's tokenizer.json")
+        return added
+
+    listing = verb(list_, "named settings, or the fields of one", takes_run=False)
+    listing.add_argument("setting", nargs="?", metavar="SETTING")
+    training = verb(
+        train,
+        "train a setting",
+        takes_run=False,
+        epilog="Any field: --task.persistence 0.3 --training.optimizer.kind adamw",
+    )
+    training.add_argument("setting", metavar="SETTING", help="a name from `fd-interp list`")
+    training.add_argument("--out", type=Path, help="run directory (default: runs/SETTING)")
+    verb(observe, "measure every snapshot and keep the trace")
+    verb(stages, "when each stage began, and what was seen")
+    verb(check, "judge the paper's claims on a run")
+    reporting = verb(report, "write a page with stages, curves and attention")
+    reporting.add_argument("--out", type=Path, help="HTML file (default: report.html in the run directory)")
+    viewing = verb(view, "write a page of attention patterns")
+    viewing.add_argument("--step", type=int, help="one step (default: a slider over up to 40 of them)")
+    viewing.add_argument("--sequence", type=int, default=0, help="which held-out sequence (default: 0)")
+    viewing.add_argument("--out", type=Path, help="HTML file (default: attention.html in the run directory)")
+    for parser_of_verb in verbs.choices.values():
+        parser_of_verb.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def list_(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Lists the named settings, or every field of one with its value and meaning."""
+    from fd_interp.overrides import fields_of
+    from fd_interp.papers import setting, settings
+
+    if arguments.setting:
+        run = setting(arguments.setting)
+        rows = [(f"--{field.path}", field.value, field.meaning) for field in fields_of(run)]
+        _show(arguments, json.loads(run.model_dump_json()), ("field", "value", "meaning"), rows)
+        return 0
+    known = settings()
+    rows = [(name, run.task.kind, run.model.kind, str(run.training.steps)) for name, run in known.items()]
+    as_json = {name: json.loads(run.model_dump_json()) for name, run in known.items()}
+    _show(arguments, as_json, ("setting", "task", "model", "steps"), rows)
+    return 0
+
+
+def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Trains a setting, or goes on where that was interrupted. Every field can be changed on the command line."""
+    from fd_interp.overrides import override
+    from fd_interp.papers import setting
+    from fd_interp.training import loop
+
+    run = override(setting(arguments.setting), overrides)
+    directory = arguments.out or Path("runs") / arguments.setting
+    begun = time.monotonic()
+    series = loop.train(run, directory, show_progress=not arguments.json)
+    seconds = round(time.monotonic() - begun, 1)
+    if arguments.json:
+        print(json.dumps({"run": str(directory), "steps": series.steps, "seconds": seconds}))
+    else:
+        print(f"{len(series)} snapshots up to step {series.steps[-1]} in {directory} ({seconds} s)")
+        print(f"next: fd-interp report {directory}")
+    return 0
+
+
+def observe(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Measures every snapshot, writes the trace as netCDF beside the run, and prints where each number went."""
+    _, trace, file = _observed(arguments)
+    rows, values = [], {}
+    for name, variable in trace.data_vars.items():
+        mean = variable.mean([dim for dim in variable.dims if dim != "step"], skipna=True).values
+        values[name] = {
+            "first": float(mean[0]),
+            "last": float(mean[-1]),
+            "min": float(mean.min()),
+            "max": float(mean.max()),
+        }
+        rows.append((str(name), *(f"{value:.4g}" for value in values[name].values()), variable.attrs["long_name"]))
+    _show(
+        arguments,
+        {"trace": str(file), "variables": values},
+        ("variable", "first", "last", "min", "max", "meaning"),
+        rows,
+    )
+    if not arguments.json:
+        print(f"{trace.sizes['step']} steps in {file}; variables with layers, heads or tokens are shown as their mean")
+    return 0
+
+
+def stages(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Prints the stages of a run's first cycle."""
+    from fd_interp.papers import paper_of
+
+    series, trace, _ = _observed(arguments)
+    found = paper_of(_run_of(series)).stages(trace)
+    rows = [(stage.name, _or_dash(stage.start), _or_dash(stage.end), stage.seen) for stage in found]
+    _show(arguments, {"stages": [stage._asdict() for stage in found]}, ("stage", "from", "to", "seen"), rows)
+    return 0
+
+
+def check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Judges the paper's claims on one run. Exit status 1 where one does not hold."""
+    from fd_interp.claims import Evidence, judge
+    from fd_interp.papers import paper_of
+    from fd_interp.reproduction import as_json
+
+    begun = time.monotonic()
+    series, trace, _ = _observed(arguments)
+    run = _run_of(series)
+    evidence = [Evidence.of(trace, run.task.baselines())]
+    verdicts = [judge(claim, evidence, where=arguments.run.name) for claim in paper_of(run).claims_about(run)]
+    rows = [("holds" if v.holds else "does not hold", v.id, v.expected, v.measured) for v in verdicts]
+    summary = as_json(str(arguments.run), [run.seed], verdicts, time.monotonic() - begun)
+    _show(arguments, summary, ("", "claim", "expected", "measured"), rows)
+    return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+def report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Writes a page about one run that works offline: claims, stages, curves with the theory, attention."""
+    from fd_interp.claims import Evidence, judge
+    from fd_interp.papers import paper_of
+    from fd_interp.report.page import Report, report_page
+    from fd_interp.report.sections import run_section
+    from fd_interp.reproduction import versions
+
+    series, trace, _ = _observed(arguments)
+    run = _run_of(series)
+    paper = paper_of(run)
+    evidence = [Evidence.of(trace, run.task.baselines())]
+    verdicts = [judge(claim, evidence, where=arguments.run.name) for claim in paper.claims_about(run)]
+    section = run_section(paper, arguments.run.name, "", series, [trace], paper.predicted(run, [run.seed]))
+    held = f"{sum(v.holds for v in verdicts)} of {len(verdicts)} claims hold on this run of seed {run.seed}."
+    page = report_page(Report(paper.TITLE, paper.PAPER, held, verdicts, [section], versions()))
+    return _write_page(arguments, page, arguments.out or arguments.run / "report.html")
+
+
+def view(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Writes a page with the attention patterns of one held-out sequence, over the steps or at one."""
+    from fd_interp.report.attention import attention_page
+    from fd_interp.report.views import attention_of, spread_steps
+
+    series = _opened(arguments)
+    steps = spread_steps(series) if arguments.step is None else [arguments.step]
+    tokens, frames = attention_of(series, steps, sequence=arguments.sequence)
+    beside = arguments.run if arguments.run.is_dir() else arguments.run.parent
+    page = attention_page(f"Attention of {arguments.run.name}", tokens, frames)
+    return _write_page(arguments, page, arguments.out or beside / "attention.html")
+
+
+def _opened(arguments: argparse.Namespace) -> "Series":
+    from fd_interp.sources import open_source
+
+    return open_source(arguments.run, text=arguments.text, tokenizer=arguments.tokenizer)
+
+
+def _observed(arguments: argparse.Namespace) -> "tuple[Series, Trace, Path]":
+    from fd_interp.papers import probes_of
+    from fd_interp.reproduction import observed, trace_file
+
+    series = _opened(arguments)
+    trace = observed(series, probes_of(series.run), trace_file(arguments.run), show_progress=not arguments.json)
+    return series, trace, trace_file(arguments.run)
+
+
+def _run_of(series: "Series") -> Any:
+    from fd_interp.config import InputError
+
+    if series.run is None:
+        raise InputError(
+            f"{series.name} is one checkpoint, and stages need a run; try fd-interp observe, or a probe script"
+        )
+    return series.run
+
+
+def _write_page(arguments: argparse.Namespace, page: str, file: Path) -> int:
+    from fd_interp.training.series import atomic
+
+    with atomic(file) as partial:
+        partial.write_text(page, encoding="utf-8")
+    print(json.dumps({"page": str(file)}) if arguments.json else f"open {file.resolve()}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace, as_json: Any, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if arguments.json:
+        print(json.dumps(as_json, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+def _or_dash(step: int | None) -> str:
+    return "-" if step is None else str(step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The runs: the paper's settings, with our choice for what it leaves open, and the controls.
+
+Persistence, context, width, learning rate and optimizer of the paper's experiments are not known to us. Persistence
+0.5, 32 tokens, width 16 and plain gradient descent from a normal initialisation of 0.01 are our choice.
+"""
+
+from dataclasses import dataclass
+
+from fd_interp.claims import Claim
+from fd_interp.models.config import OneLayer, Transformer
+from fd_interp.observe import Probe
+from fd_interp.papers.focus_dilution import claims
+from fd_interp.probes.condensation import EMBEDDING_CONDENSATION
+from fd_interp.probes.focus import frequency_focus
+from fd_interp.probes.prediction import excess_loss, held_out_loss
+from fd_interp.probes.redistribution import REDISTRIBUTION
+from fd_interp.tasks.markov import MarkovChain
+from fd_interp.tasks.text import TextCorpus
+from fd_interp.training.run import SGD, AdamW, Keep, LogSpaced, Run, Training
+
+FREQUENT_TOKENS_OF_TEXT = 10
+"""On text the focus ratio is that of so many most frequent tokens; on a chain, of the most frequent one."""
+
+
+def _chain(task: MarkovChain, *, steps: int, batch_size: int) -> Run:
+    return Run(
+        task=task,
+        model=OneLayer(),
+        training=Training(optimizer=SGD(lr=0.2), steps=steps, batch_size=batch_size, loss_on="last"),
+        keep=Keep(at=LogSpaced(count=80)),
+    )
+
+
+def changed(run: Run, **fields: object) -> Run:
+    """The same run but for some fields, checked anew."""
+    return Run(**{**run.model_dump(), **fields})
+
+
+ZIPF = _chain(MarkovChain.zipf(8), steps=6000, batch_size=128)
+PAPER_PI = _chain(MarkovChain.paper(), steps=3000, batch_size=256)
+TRANSFORMER = changed(
+    ZIPF,
+    model=Transformer(std=1e-2),
+    training=Training(optimizer=SGD(lr=0.2), steps=2500, batch_size=128, loss_on="last"),
+)
+MULTI_HEAD = changed(
+    ZIPF,
+    model=Transformer(n_layers=2, n_heads=4, d_head=8, d_model=32, d_mlp=64, normalization_type="LN"),
+    training=Training(optimizer=AdamW(lr=1e-3), steps=2000, batch_size=128, loss_on="all"),
+)
+ADAM = changed(ZIPF, training=Training(optimizer=AdamW(lr=1e-3), steps=2000, batch_size=128, loss_on="last"))
+TEXT = Run(
+    task=TextCorpus(source="roneneldan/TinyStories", max_documents=20_000),
+    model=OneLayer(d_model=32, d_head=32, std=5e-3),
+    training=Training(optimizer=SGD(lr=2.0), steps=5000, batch_size=64, loss_on="all"),
+    keep=Keep(at=LogSpaced(count=120), held_out=256),
+)
+
+SETTINGS: dict[str, Run] = {
+    "focus-dilution": ZIPF,
+    "focus-dilution-paper": PAPER_PI,
+    "focus-dilution-text": TEXT,
+    "focus-dilution-adam": ADAM,
+    "focus-dilution-transformer": TRANSFORMER,
+    "focus-dilution-multihead": MULTI_HEAD,
+}
+
+
+def probes(run: Run) -> list[Probe]:
+    """What is measured at every snapshot of a run of this paper."""
+    loss_on = run.training.loss_on
+    return [
+        EMBEDDING_CONDENSATION,
+        frequency_focus(FREQUENT_TOKENS_OF_TEXT if isinstance(run.task, TextCorpus) else 1),
+        REDISTRIBUTION,
+        held_out_loss(loss_on),
+        excess_loss(run.task, loss_on),
+    ]
+
+
+def probes_of_text() -> list[Probe]:
+    """What is measured on any language model, of which no run is known."""
+    return [EMBEDDING_CONDENSATION, frequency_focus(FREQUENT_TOKENS_OF_TEXT), REDISTRIBUTION, held_out_loss()]
+
+
+def claims_about(run: Run) -> tuple[Claim, ...]:
+    """The claims that a run of this paper is judged by."""
+    return claims.ON_TEXT if isinstance(run.task, TextCorpus) else claims.ON_CHAINS
+
+
+@dataclass(frozen=True)
+class Control:
+    """A run that lacks what a claim needs, so that the claim must fail on it."""
+
+    name: str
+    taken_away: str
+    run: Run
+    must_fail: tuple[Claim, ...]
+    in_population: bool = True
+    """Whether the long-context limit of this run is a control too: it has a one-layer model and moves its attention."""
+    in_finite_context: bool = True
+    """Whether the claim must fail in a finite context too."""
+
+
+def controls(base: Run) -> list[Control]:
+    """What must not show the cycle, each made from the base run by taking one thing away."""
+    task = base.task
+    if not isinstance(task, MarkovChain):
+        return []
+    frozen = {"W_V": "identity", "W_O": "identity", "W_Q": "init", "W_K": "init"}
+    common = {"persistence": task.persistence, "context": task.context}
+    independent = MarkovChain(pi=task.pi, persistence=0.0, context=task.context)
+    return [
+        Control("persistence-0", "tokens are independent", changed(base, task=independent), (claims.FOCUS,)),
+        Control(
+            "symmetric-low",
+            "all tokens but one are equally frequent",
+            changed(base, task=MarkovChain.symmetric_low(4, 0.55, **common)),
+            (claims.NEW_DIRECTIONS,),
+            in_finite_context=False,
+        ),
+        Control(
+            "uniform",
+            "no token is frequent",
+            changed(base, task=MarkovChain.uniform(task.d_vocab, **common)),
+            (claims.CONDENSATION, claims.FOCUS),
+        ),
+        Control(
+            "frozen-attention",
+            "W_Q and W_K are held at their start",
+            changed(base, model=OneLayer(fixed=frozen)),
+            (claims.FOCUS, claims.DILUTION),
+            in_population=False,
+        ),
+        Control(
+            "residual",
+            "the standard transformer, whose residual stream learns the bigram directly",
+            changed(TRANSFORMER, task=task, seed=base.seed),
+            (claims.FOCUS, claims.DILUTION),
+            in_population=False,
+        ),
+        Control(
+            "anti-focus",
+            "frequent tokens are followed by rare ones (S < 0)",
+            changed(base, task=MarkovChain.antitone(task.pi, context=task.context)),
+            (claims.FOCUS,),
+        ),
+    ]

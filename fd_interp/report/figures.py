@@ -1,0 +1,175 @@
+"""Figures of a trace: measured seeds as lines, the theory dashed over them, stages shaded behind."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from fd_interp.measures.condensation import condensation_order, row_cosines
+from fd_interp.observe import Trace
+from fd_interp.stages import Stage
+from fd_interp.training.series import Series
+
+COLOURS = ("#0b4f9e", "#c4501b", "#2d7d46", "#7b4ba0", "#a8861a", "#4aa3b5", "#b03060", "#666666")
+SHADES = ("#eef3fa", "#fdf1e7", "#eef7ef", "#f5effa")
+INK, GRID = "#222", "#e4e4e4"
+MOST_TOKENS = 8
+"""Tokens that get a line of their own where every token has one."""
+
+
+class Curve(NamedTuple):
+    """One line of a panel: a variable of the trace, at one token where it has tokens."""
+
+    variable: str
+    label: str
+    token: int | None = None
+
+
+class Panel(NamedTuple):
+    """One plot over the steps."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    log_y: bool = False
+    levels: tuple[tuple[str, float], ...] = ()
+    """Horizontal reference lines, by name."""
+
+
+def by_token(
+    title: str, variable: str, tokens: Sequence[tuple[int, str]], levels: tuple[tuple[str, float], ...] = ()
+) -> Panel:
+    """A panel with a curve for each of the first tokens, given with their names."""
+    curves = (Curve(variable, name, token) for token, name in tokens[:MOST_TOKENS])
+    return Panel(title, tuple(curves), levels=levels)
+
+
+def panel_figure(
+    panel: Panel, seeds: Sequence[Trace], stages: Sequence[Stage] = (), predicted: Sequence[Trace] = ()
+) -> go.Figure:
+    """One panel over a logarithmic axis of steps, of traces with one layer and head each.
+
+    The first seed is drawn strongly, the others faintly; the theory is that of the first seed.
+    """
+    figure = go.Figure()
+    _shade(figure, stages)
+    for number, curve in enumerate(panel.curves):
+        colour = COLOURS[number % len(COLOURS)]
+        for order, seed in enumerate(seeds):
+            figure.add_trace(_line(curve, seed, colour, strong=order == 0))
+        for theory in predicted[:1]:
+            figure.add_trace(_line(curve, theory, colour, dash="dash"))
+    for name, level in panel.levels:
+        figure.add_hline(
+            y=level,
+            line={"color": "#999", "width": 1, "dash": "dot"},
+            annotation={"text": name, "font": {"size": 10, "color": "#777"}},
+            annotation_position="top left",
+        )
+    figure.update_xaxes(type="log", gridcolor=GRID, title="step", range=np.log10(_range(seeds)))
+    figure.update_yaxes(type="log" if panel.log_y else "linear", gridcolor=GRID, zeroline=False)
+    title = {"text": panel.title, "font": {"size": 14}, "x": 0.02}
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}}
+    figure.update_layout(
+        height=330, title=title, legend=legend, **_look() | {"margin": {"l": 50, "r": 15, "t": 85, "b": 40}}
+    )
+    return figure
+
+
+def overview_figure(
+    variable: str, title: str, groups: dict[str, Sequence[Trace]], level: float | None = None
+) -> go.Figure:
+    """One variable in several groups of seeds, each in a small panel of its own, on common axes."""
+    columns = 3
+    rows = -(-len(groups) // columns)
+    figure = make_subplots(
+        rows,
+        columns,
+        shared_yaxes=True,
+        subplot_titles=list(groups),
+        vertical_spacing=0.3 / rows,
+        horizontal_spacing=0.04,
+    )
+    for index, seeds in enumerate(groups.values()):
+        cell = {"row": index // columns + 1, "col": index % columns + 1}
+        for order, seed in enumerate(seeds):
+            figure.add_trace(_line(Curve(variable, variable), seed, COLOURS[0], strong=order == 0), **cell)
+        if level is not None:
+            figure.add_hline(y=level, line={"color": "#999", "width": 1, "dash": "dot"}, **cell)
+    figure.update_xaxes(type="log", gridcolor=GRID)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False)
+    figure.update_layout(
+        height=220 * rows + 60, **_look(), title={"text": title, "font": {"size": 14}}, showlegend=False
+    )
+    return figure
+
+
+def row_cosine_figure(series: Series, steps: Sequence[int]) -> go.Figure:
+    """Cosines between token embeddings at some steps, tokens ordered by the last of them."""
+    cosines = [row_cosines(series.at(step).weights()["embed.W_E"]) for step in steps]
+    order = condensation_order(cosines[-1])
+    names = [series.inputs.token_strings[token] for token in order]
+    figure = make_subplots(1, len(steps), subplot_titles=[f"step {step}" for step in steps], horizontal_spacing=0.03)
+    for column, cosine in enumerate(cosines, start=1):
+        heat = go.Heatmap(z=cosine[order][:, order].numpy(), x=names, y=names, coloraxis="coloraxis")
+        figure.add_trace(heat, row=1, col=column)
+        figure.update_yaxes(autorange="reversed", showticklabels=column == 1, type="category", row=1, col=column)
+        figure.update_xaxes(type="category", row=1, col=column)
+    colours = {"colorscale": "RdBu", "cmin": -1, "cmax": 1, "cmid": 0, "colorbar": {"title": "cosine", "thickness": 12}}
+    figure.update_layout(height=320, coloraxis=colours, **_look())
+    return figure
+
+
+def one_head(trace: Trace, layer: int = 0, head: int = 0) -> Trace:
+    """A trace without the axes of layers and heads."""
+    return trace.isel({dim: index for dim, index in (("layer", layer), ("head", head)) if dim in trace.dims})
+
+
+def to_html(figure: go.Figure) -> str:
+    """A fragment for a page that holds plotly.js once."""
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+
+
+def _line(curve: Curve, trace: Trace, colour: str, *, strong: bool = False, dash: str = "solid") -> go.Scatter:
+    values = trace[curve.variable] if curve.token is None else trace[curve.variable].isel(token=curve.token)
+    name = curve.label if dash == "solid" else f"{curve.label}, theory"
+    return go.Scatter(
+        x=np.maximum(values.step.values, 1),
+        y=values.values,
+        name=curve.label,
+        legendgroup=curve.label,
+        showlegend=strong,
+        mode="lines",
+        line={"color": colour, "width": 2 if strong or dash == "dash" else 1, "dash": dash},
+        opacity=1.0 if strong else 0.6 if dash == "dash" else 0.35,
+        hovertemplate="step %{x}: %{y:.4g}<extra>" + name + "</extra>",
+    )
+
+
+def _shade(figure: go.Figure, stages: Sequence[Stage]) -> None:
+    for number, stage in enumerate(stages):
+        if stage.start is None or stage.end is None:
+            continue
+        figure.add_vrect(
+            x0=max(stage.start, 1),
+            x1=stage.end,
+            fillcolor=SHADES[number % len(SHADES)],
+            layer="below",
+            line_width=0,
+            annotation={"text": stage.name.split()[0], "font": {"size": 10, "color": "#888"}},
+            annotation_position="top left",
+        )
+
+
+def _range(seeds: Sequence[Trace]) -> tuple[int, int]:
+    steps = np.concatenate([seed.step.values for seed in seeds])
+    return max(int(steps[steps > 0].min(initial=1)), 1), int(steps.max())
+
+
+def _look() -> dict[str, object]:
+    return {
+        "template": "plotly_white",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        "margin": {"l": 50, "r": 20, "t": 50, "b": 40},
+    }

@@ -1,0 +1,81 @@
+"""The report: one page that works offline, from verdicts, stages, figures and attention views."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from fd_interp.claims import Verdict
+from fd_interp.report import attention
+from fd_interp.report.figures import to_html
+from fd_interp.stages import Stage
+
+
+@dataclass(frozen=True)
+class Section:
+    """One run, or group of seeds, on the page."""
+
+    title: str
+    text: str
+    """One paragraph: what was run, and what to look for."""
+    stages: Sequence[Stage] = ()
+    figures: Sequence[go.Figure] = ()
+    """Small ones, two in a row."""
+    wide_figures: Sequence[go.Figure] = ()
+    view: tuple[Sequence[str], Sequence[attention.AttentionFrame]] | None = None
+    """Tokens of one sequence and its patterns over the steps."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything on the page, from top to bottom."""
+
+    title: str
+    source: str
+    summary: str
+    verdicts: Sequence[Verdict]
+    sections: Sequence[Section]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def report_page(report: Report) -> str:
+    """The page as HTML; it loads nothing from anywhere.
+
+    Raises:
+        InputError: as `attention_fragment`.
+    """
+    claims = [verdict for verdict in report.verdicts if verdict.control is None]
+    controls = [verdict for verdict in report.verdicts if verdict.control is not None]
+    views = [
+        attention.attention_fragment(*section.view, element_id=f"attention-{index}") if section.view else ""
+        for index, section in enumerate(report.sections)
+    ]
+    return _template().render(
+        report=report,
+        claims=claims,
+        controls=controls,
+        holding=sum(verdict.holds for verdict in claims),
+        failing_as_they_must=sum(verdict.holds for verdict in controls),
+        sections=[
+            {
+                "section": section,
+                "figures": [Markup(to_html(figure)) for figure in section.figures],
+                "wide_figures": [Markup(to_html(figure)) for figure in section.wide_figures],
+                "attention": Markup(view),
+            }
+            for section, view in zip(report.sections, views, strict=True)
+        ],
+        scripts=[Markup(attention.plotly_script()), *([Markup(attention.bundle_script())] if any(views) else [])],
+    )
+
+
+@lru_cache
+def _template() -> Any:
+    return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template(
+        "report.html.jinja"
+    )

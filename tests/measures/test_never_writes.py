@@ -1,0 +1,73 @@
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+import torch
+
+from fd_interp import measures
+
+D_VOCAB, LENGTH = 4, 6
+TOKENS = torch.tensor([[0, 1, 2, 3, 0, 1], [2, 2, 0, 1, 3, 0]])
+LOGITS = torch.randn(2, LENGTH, D_VOCAB, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.randn(D_VOCAB, 3, generator=torch.Generator().manual_seed(1))
+SCORES = torch.randn(2, 3, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
+CAUSAL = (SCORES + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)).softmax(-1)
+FREQUENCIES = torch.tensor([0.4, 0.3, 0.2, 0.1])
+
+INPUTS = {
+    "weight": WEIGHT,
+    "start": WEIGHT + 1,
+    "previous": WEIGHT - 1,
+    "direction": FREQUENCIES,
+    "singular_values": torch.tensor([3.0, 2.0, 1.0]),
+    "cosines": WEIGHT @ WEIGHT.mT,
+    "W_E": WEIGHT,
+    "gamma": WEIGHT[:, 0],
+    "frequencies": FREQUENCIES,
+    "pattern": CAUSAL,
+    "keys": TOKENS == 0,
+    "queries": torch.ones_like(TOKENS, dtype=torch.bool),
+    "tokens": TOKENS,
+    "d_vocab": D_VOCAB,
+    "log_probabilities": LOGITS.log_softmax(-1),
+    "reference": (2 * LOGITS).log_softmax(-1),
+    "targets": TOKENS,
+}
+"""One valid input for each parameter name that the measures share."""
+
+
+def public_measures() -> list[Callable]:
+    names = [module.name for module in iter_modules(measures.__path__) if not module.name.startswith("_")]
+    modules = [import_module(f"fd_interp.measures.{name}") for name in names]
+    return [
+        member
+        for module in modules
+        for name, member in vars(module).items()
+        if inspect.isfunction(member) and member.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def name_of(measure: Callable) -> str:
+    return f"{measure.__module__.rpartition('.')[2]}.{measure.__name__}"
+
+
+def test_all_measures_are_here():
+    names = {name_of(measure) for measure in public_measures()}
+    assert {"condensation.row_cosines", "focus.frequency_slope", "prediction.kl_divergence"} < names
+    assert {"redistribution.gamma_perp", "condensation.singular_values", "focus.is_causal"} < names
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, SCORES.softmax(-1)], ids=["causal", "all-to-all"])
+@pytest.mark.parametrize("measure", public_measures(), ids=name_of)
+def test_a_measure_never_writes_to_its_input(measure: Callable, pattern: torch.Tensor):
+    inputs = INPUTS | {"pattern": pattern}
+    given = {name: inputs[name] for name in inspect.signature(measure).parameters}
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    before, versions = [tensor.clone() for tensor in tensors], [tensor._version for tensor in tensors]
+    result = measure(**given)
+    assert [tensor._version for tensor in tensors] == versions
+    assert all(map(torch.equal, tensors, before))
+    if isinstance(result, torch.Tensor):  # nor does it return a view through which its caller would write
+        assert result.untyped_storage().data_ptr() not in {tensor.untyped_storage().data_ptr() for tensor in tensors}
