@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from fd_interp.claims import Claim, Evidence, Finding, Verdict, judge, judge_control
     from fd_interp.config import InputError
     from fd_interp.models.config import OneLayer, Transformer
-    from fd_interp.observe import Observation, Probe, Trace, Variable, observe
+    from fd_interp.observation import Observation, Probe, Trace, Variable, observe
     from fd_interp.papers import setting, settings
     from fd_interp.probes.condensation import EMBEDDING_CONDENSATION
     from fd_interp.probes.focus import frequency_focus
     from fd_interp.probes.prediction import excess_loss, held_out_loss
     from fd_interp.probes.redistribution import REDISTRIBUTION
+    from fd_interp.sources import from_checkpoints, open_source
     from fd_interp.tasks.markov import MarkovChain
     from fd_interp.tasks.task import Baseline, Batch, Task
     from fd_interp.tasks.text import TextCorpus
@@ -27,7 +28,7 @@ _HOME = {
     "claims": ["Claim", "Evidence", "Finding", "Verdict", "judge", "judge_control"],
     "config": ["InputError"],
     "models.config": ["OneLayer", "Transformer"],
-    "observe": ["Observation", "Probe", "Trace", "Variable", "observe"],
+    "observation": ["Observation", "Probe", "Trace", "Variable", "observe"],
     "papers": ["setting", "settings"],
     "probes.condensation": ["EMBEDDING_CONDENSATION"],
     "probes.focus": ["frequency_focus"],
@@ -36,6 +37,7 @@ _HOME = {
     "tasks.markov": ["MarkovChain"],
     "tasks.task": ["Baseline", "Batch", "Task"],
     "tasks.text": ["TextCorpus"],
+    "sources": ["from_checkpoints", "open_source"],
     "training.loop": ["train"],
     "training.run": ["SGD", "AdamW", "Every", "Given", "Keep", "LogSpaced", "Run", "Training"],
     "training.series": ["Series", "Snapshot", "open_series"],

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fd_interp.observe import Trace
+from fd_interp.observation import Trace
 from fd_interp.tasks.task import Baseline
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fd_interp.observe import Trace
+    from fd_interp.observation import Trace
     from fd_interp.training.series import Series
 
 
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fd-interp: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough; closing stderr keeps the interpreter from complaining at exit.
-        sys.stderr.close()
+        sys.stderr.close()  # whoever read the output has seen enough, and the interpreter need not complain at exit
         return 0
 
 
@@ -186,13 +185,13 @@ def view(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     """Writes a page with the attention patterns of one held-out sequence, over the steps or at one."""
     from fd_interp.report.attention import attention_page
     from fd_interp.report.views import attention_of, spread_steps
+    from fd_interp.reproduction import results_folder
 
     series = _opened(arguments)
     steps = spread_steps(series) if arguments.step is None else [arguments.step]
     tokens, frames = attention_of(series, steps, sequence=arguments.sequence)
-    beside = arguments.run if arguments.run.is_dir() else arguments.run.parent
     page = attention_page(f"Attention of {arguments.run.name}", tokens, frames)
-    return _write_page(arguments, page, arguments.out or beside / "attention.html")
+    return _write_page(arguments, page, arguments.out or results_folder(arguments.run) / "attention.html")
 
 
 def _opened(arguments: argparse.Namespace) -> "Series":
@@ -203,11 +202,11 @@ def _opened(arguments: argparse.Namespace) -> "Series":
 
 def _observed(arguments: argparse.Namespace) -> "tuple[Series, Trace, Path]":
     from fd_interp.papers import probes_of
-    from fd_interp.reproduction import observed, trace_file
+    from fd_interp.reproduction import TRACE_FILE, observed, results_folder
 
     series = _opened(arguments)
-    trace = observed(series, probes_of(series.run), trace_file(arguments.run), show_progress=not arguments.json)
-    return series, trace, trace_file(arguments.run)
+    file = results_folder(arguments.run) / TRACE_FILE
+    return series, observed(series, probes_of(series.run), file, show_progress=not arguments.json), file
 
 
 def _run_of(series: "Series") -> Any:
@@ -233,14 +232,9 @@ def _show(arguments: argparse.Namespace, as_json: Any, columns: Sequence[str], r
     if arguments.json:
         print(json.dumps(as_json, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from fd_interp.reproduction import show_table
 
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    console.print(table) if console.is_terminal else Console(width=200).print(table)
+    show_table(columns, rows)
 
 
 def _or_dash(step: int | None) -> str:

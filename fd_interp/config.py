@@ -29,7 +29,7 @@ class Frozen(BaseModel):
         InputError: one sentence for each wrong field.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -11,10 +11,12 @@ import joblib
 from tqdm import tqdm
 
 from fd_interp.claims import Verdict
-from fd_interp.observe import Probe, Trace, observe
+from fd_interp.observation import Probe, Trace, observe
 from fd_interp.training.loop import train
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic
+
+TRACE_FILE = "trace.nc"
 
 
 class Job(NamedTuple):
@@ -38,7 +40,7 @@ def traces_of(
         for seed in seeds
     ]
     workers = joblib.Parallel(n_jobs=min(os.cpu_count() or 1, len(jobs)), return_as="generator")
-    done = workers(joblib.delayed(_trace_of)(job, probes_of) for job in jobs)
+    done: Any = workers(joblib.delayed(_trace_of)(job, probes_of) for job in jobs)
     traces: dict[str, list[Trace]] = {case: [] for case in cases}
     for job, trace in zip(
         jobs, tqdm(done, total=len(jobs), unit="run", desc="train and observe", disable=None), strict=True
@@ -48,24 +50,38 @@ def traces_of(
 
 
 def _trace_of(job: Job, probes_of: Callable[[Run], list[Probe]]) -> Trace:
-    import torch
-
-    torch.set_num_threads(1)  # each worker has one core
     series = train(job.run, job.directory, show_progress=False)
-    return observed(series, probes_of(job.run), trace_file(job.directory))
+    return observed(series, probes_of(job.run), job.directory / TRACE_FILE)
 
 
-def trace_file(run: Path) -> Path:
-    """Where the trace of a run directory, or of a checkpoint file, is kept."""
-    return run / "trace.nc" if run.is_dir() else run.with_suffix(".trace.nc")
+def results_folder(run: Path) -> Path:
+    """Where traces and pages about a run go: its own directory, or for somebody's checkpoint one under `runs/`."""
+    return run if run.is_dir() else Path("runs") / run.stem
 
 
 def observed(series: Series, probes: Sequence[Probe], file: Path, *, show_progress: bool = False) -> Trace:
-    """Observes a series and keeps its trace as netCDF, for xarray.load_dataset and everything that reads it."""
+    """Observes a series and keeps its trace."""
     trace = observe(series, probes, show_progress=show_progress)
+    write_trace(trace, file)
+    return trace
+
+
+def write_trace(trace: Trace, file: Path) -> None:
+    """Keeps a trace as netCDF, for `xarray.load_dataset` and everything else that reads it."""
     with atomic(file) as partial:
         trace.to_netcdf(partial, engine="h5netcdf")
-    return trace
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints aligned columns; wide ones are folded to the terminal, and left whole where the output is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,11 @@
 """Opens whatever somebody wants to probe: a run directory, or a checkpoint of another program."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from fd_interp.config import InputError
 from fd_interp.models import lens, llama2c
@@ -10,7 +13,7 @@ from fd_interp.tasks.corpus import read_documents
 from fd_interp.tasks.task import Batch
 from fd_interp.training.series import Inputs, Series, Snapshot, open_series
 
-SEQUENCES = 64
+SEQUENCES = 32
 CONTEXT = 256
 RANDOM_STD = 0.02
 """Standard deviation of the random weights that a checkpoint is compared with; llama2.c starts its training there."""
@@ -46,6 +49,44 @@ def open_llama2c(path: Path, *, text: str | None, tokenizer: str | None = None) 
         build=lambda: llama2c.build(header),
         read_inputs=lambda: _windows(text, llama2c.Tokenizer(folder), header),
     )
+
+
+def from_checkpoints(
+    build: Callable[[], lens.Model],
+    checkpoints: Mapping[int, Callable[[], lens.Weights]],
+    tokens: Int[Tensor, "batch longer"],
+    *,
+    frequencies: Float[Tensor, " vocab"] | None = None,
+    token_strings: Sequence[str] | None = None,
+    name: str = "checkpoints",
+) -> Series:
+    """Your own checkpoints as a series, for `observe` and the views.
+
+    Args:
+        build: makes a model that the weights fit; its present weights do not matter.
+        checkpoints: from a step to a function that reads the weights there, by HookedTransformer's names
+            (`fd_interp.models.lens.weights(model)` gives them on every version).
+        tokens: sequences to measure on; each but the last token is an input, each but the first a target.
+        frequencies: of the training data; by default those of `tokens`.
+    """
+    if not checkpoints:
+        raise InputError("there is no checkpoint; give at least one step")
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise InputError(f"tokens must be [batch, position] with two positions or more, not {list(tokens.shape)}")
+
+    def inputs() -> Inputs:
+        d_vocab = build().cfg.d_vocab
+        counts = torch.bincount(tokens.flatten(), minlength=d_vocab).double()
+        if len(counts) > d_vocab:
+            raise InputError(f"tokens go up to {int(tokens.max())}, but the model's vocabulary has {d_vocab}")
+        return Inputs(
+            held_out=Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+            frequencies=counts / counts.sum() if frequencies is None else frequencies,
+            token_strings=[str(token) for token in range(d_vocab)] if token_strings is None else list(token_strings),
+        )
+
+    snapshots = tuple(Snapshot(step, checkpoints[step], build) for step in sorted(checkpoints))
+    return Series(name, snapshots, build, inputs)
 
 
 def with_random_weights(series: Series, seed: int = 0) -> Series:

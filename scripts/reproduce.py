@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fd_interp.claims import Claim, Evidence, Verdict, judge, judge_control
 from fd_interp.config import InputError
-from fd_interp.observe import Trace
+from fd_interp.observation import Trace
 from fd_interp.overrides import override
 from fd_interp.papers import focus_dilution as paper
 from fd_interp.papers.focus_dilution import population
@@ -29,9 +29,9 @@ from fd_interp.training.run import Run
 from fd_interp.training.series import atomic, open_series
 
 CHAIN_TEXT = (
-    "One layer of attention without residual stream on {chain}, trained by gradient descent on the token after the last "
-    "of 32. Solid: seeds, the first one strongly; dashed: descent on the population loss from the first seed's start, "
-    "where contexts are infinitely long. Shaded: the stages of the first seed."
+    "One layer of attention without residual stream on {chain}, trained by gradient descent on the token after the "
+    "last of 32. Solid: seeds, the first one strongly; dashed: descent on the population loss from the first seed's "
+    "start, where contexts are infinitely long. Shaded: the stages of the first seed."
 )
 CONTROL_TEXT = (
     "The ratio of attention on the most frequent token to its share, in runs that lack one thing each. The residual "

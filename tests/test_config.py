@@ -1,4 +1,5 @@
 import re
+from functools import cached_property
 
 import pytest
 from pydantic import PositiveInt, model_validator
@@ -64,6 +65,22 @@ def test_values_are_frozen_hashable_and_equal_by_content():
         inner.size = 4
     assert inner == Inner(size=2) != Inner(size=4)
     assert len({inner, Inner(size=2), Inner(size=4)}) == 2
+
+
+def test_what_a_value_has_computed_is_no_part_of_it():
+    class Square(Frozen):
+        side: float
+
+        @cached_property
+        def area(self) -> float:
+            return self.side**2
+
+    square = Square(side=2.0)
+    assert square.area == 4
+    assert square == Square(side=2.0)
+    assert hash(square) == hash(Square(side=2.0))
+    assert square.model_copy(update={"side": 3.0}).area == 9
+    assert square != Inner(size=2)
 
 
 def test_a_copy_is_checked_like_any_other_value():

@@ -20,8 +20,11 @@ def attention_entropy(
     pattern: Float[Tensor, "batch head query key"], queries: Bool[Tensor, "batch query"]
 ) -> Float[Tensor, " head"]:
     """Mean entropy in nats of the chosen queries' attention: 0 on one key, `log n` when spread over n keys evenly."""
-    entropy = torch.special.entr(pattern).sum(-1)  # b h q
-    return _mean_over(entropy, queries)
+    pattern = at_least_single(pattern)
+    least = torch.finfo(pattern.dtype).tiny
+    # In place because memory is what takes the time; not by `entr`, which is slow at zero, where half a pattern is.
+    negentropy = pattern.clamp(min=least).log_().mul_(pattern).sum(-1)  # b h q
+    return -_mean_over(negentropy, queries)
 
 
 def attention_mass(
@@ -43,7 +46,8 @@ def visible_share(
 
 def is_causal(pattern: Float[Tensor, "batch head query key"]) -> bool:
     """Whether no query looks at a later key."""
-    return not pattern.triu(1).any()
+    later = torch.ones(pattern.shape[-2:], dtype=pattern.dtype, device=pattern.device).triu(1)
+    return not (torch.matmul(pattern.flatten(2), later.flatten()) > 0).any()
 
 
 def focus_ratio(
@@ -55,9 +59,14 @@ def focus_ratio(
 
     NaN when the set is not visible to any of the queries.
     """
-    mass = _sum_over(attention_mass(pattern, keys), queries)
-    share = _sum_over(visible_share(pattern, keys)[:, None], queries)
-    return mass / share
+    return mass_over_share(attention_mass(pattern, keys), visible_share(pattern, keys), queries)
+
+
+def mass_over_share(
+    mass: Float[Tensor, "batch head query"], share: Float[Tensor, "batch query"], queries: Bool[Tensor, "batch query"]
+) -> Float[Tensor, " head"]:
+    """`focus_ratio` of a set whose attention mass and visible share are at hand, since several may be asked for."""
+    return _sum_over(mass, queries) / _sum_over(share[:, None], queries)
 
 
 def focus_ratio_by_query(
@@ -68,9 +77,20 @@ def focus_ratio_by_query(
     d_vocab: int,
 ) -> Float[Tensor, "head vocab"]:
     """The focus ratio of the queries that hold each token; NaN for a token that none of them holds."""
-    mass = _sum_by_token(attention_mass(pattern, keys), tokens, queries, d_vocab)
-    share = _sum_by_token(visible_share(pattern, keys)[:, None], tokens, queries, d_vocab)
-    return mass / share
+    mass, share = attention_mass(pattern, keys), visible_share(pattern, keys)
+    return mass_over_share_by_query(mass, share, queries, tokens, d_vocab)
+
+
+def mass_over_share_by_query(
+    mass: Float[Tensor, "batch head query"],
+    share: Float[Tensor, "batch query"],
+    queries: Bool[Tensor, "batch query"],
+    tokens: Int[Tensor, "batch query"],
+    d_vocab: int,
+) -> Float[Tensor, "head vocab"]:
+    """`focus_ratio_by_query`, likewise."""
+    chosen = queries[:, None]
+    return _sum_by_token(mass * chosen, tokens, d_vocab) / _sum_by_token(share[:, None] * chosen, tokens, d_vocab)
 
 
 def self_focus(
@@ -79,11 +99,12 @@ def self_focus(
     tokens: Int[Tensor, "batch position"],
 ) -> Float[Tensor, " head"]:
     """Focus ratio of the chosen queries on their own token, wherever it stands in their context."""
-    same = (tokens[:, :, None] == tokens[:, None, :]).to(pattern)  # b q k
-    visible = torch.ones_like(same[0]).tril() if is_causal(pattern) else torch.ones_like(same[0])
-    share = (same * visible).sum(-1) / visible.sum(-1)
+    pattern = at_least_single(pattern)
+    asked = torch.where(queries, tokens, -1)  # -1 equals no token
+    same = (asked[:, :, None] == tokens[:, None, :]).to(pattern)  # b q k
     mass = torch.einsum("bhqk,bqk->bhq", pattern, same)
-    return _sum_over(mass, queries) / _sum_over(share[:, None], queries)
+    share = torch.matmul(same.flatten(1), _uniform(pattern).flatten())  # b, over all queries
+    return _sum_over(mass, queries) / share.sum()
 
 
 def attention_lift(
@@ -107,8 +128,9 @@ def frequency_slope(
     Least squares over the tokens that occur, each weighted by its share of the context, so that a few occurrences of
     rare tokens do not decide. Negative when rare tokens are preferred.
     """
-    lift = attention_lift(pattern, queries, tokens, len(frequencies)).clamp(min=LEAST_LIFT).log()
-    weight = _received_if_uniform(pattern, queries, tokens, len(frequencies))[0]
+    if_uniform = _received_if_uniform(pattern, queries, tokens, len(frequencies))
+    lift = (_received(pattern, queries, tokens, len(frequencies)) / if_uniform).clamp(min=LEAST_LIFT).log()
+    weight = if_uniform[0]
     seen = (weight > 0) & (frequencies.to(weight) > 0)
     lift, weight = lift[:, seen], weight[seen] / weight[seen].sum()
     log_frequency = frequencies.to(weight)[seen].log()
@@ -118,17 +140,19 @@ def frequency_slope(
 
 def _received(pattern: Tensor, queries: Tensor, tokens: Tensor, d_vocab: int) -> Float[Tensor, "head vocab"]:
     by_key = torch.matmul(queries.to(pattern)[:, None, None, :], pattern)[:, :, 0]  # b h k
-    return _sum_by_token(by_key, tokens, torch.ones_like(tokens, dtype=torch.bool), d_vocab)
+    return _sum_by_token(by_key, tokens, d_vocab)
 
 
 def _received_if_uniform(pattern: Tensor, queries: Tensor, tokens: Tensor, d_vocab: int) -> Float[Tensor, "one vocab"]:
-    length = tokens.shape[1]
-    uniform = torch.ones(length, length, dtype=pattern.dtype, device=pattern.device)
-    if is_causal(pattern):
-        uniform = uniform.tril() / torch.arange(1, length + 1, device=pattern.device)[:, None]
-    else:
-        uniform = uniform / length
-    return _received(uniform.expand(len(tokens), 1, -1, -1), queries, tokens, d_vocab)
+    by_key = torch.matmul(queries.to(pattern), _uniform(pattern))  # b k
+    return _sum_by_token(by_key[:, None], tokens, d_vocab)
+
+
+def _uniform(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "query key"]:
+    """Uniform attention over the keys that each query can see."""
+    visible = torch.ones(pattern.shape[-2:], dtype=pattern.dtype, device=pattern.device)
+    visible = visible.tril() if is_causal(pattern) else visible
+    return visible / visible.sum(-1, keepdim=True)
 
 
 def _sum_over(
@@ -145,11 +169,8 @@ def _mean_over(
 
 
 def _sum_by_token(
-    values: Float[Tensor, "batch head position"],
-    tokens: Int[Tensor, "batch position"],
-    chosen: Bool[Tensor, "batch position"],
-    d_vocab: int,
+    values: Float[Tensor, "batch head position"], tokens: Int[Tensor, "batch position"], d_vocab: int
 ) -> Float[Tensor, "head vocab"]:
-    by_head = (at_least_single(values) * chosen[:, None]).transpose(0, 1).flatten(1)  # h (b p)
+    by_head = at_least_single(values).transpose(0, 1).flatten(1)  # h (b p)
     sums = torch.zeros(len(by_head), d_vocab, dtype=by_head.dtype, device=values.device)
     return sums.index_add_(1, tokens.flatten(), by_head)

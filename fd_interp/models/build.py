@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.models.config import OneLayer, Transformer
 from fd_interp.models.one_layer import OneLayerAttention
@@ -20,6 +21,9 @@ def initial_weights(config: OneLayer | Transformer, like: lens.Weights, generato
 
     Weights are drawn in the order of their names and in double precision, so that a seed gives the same model whatever
     the version of TransformerLens, the dtype, or the weights that are held fixed.
+
+    Raises:
+        InputError: a weight that is not square is to be held at the identity.
     """
     return {name: _initial(config, name, like[name], generator) for name in sorted(like)}
 
@@ -33,6 +37,8 @@ def _initial(config: OneLayer | Transformer, name: str, like: Tensor, generator:
     normal = torch.randn(like.shape, generator=generator, dtype=torch.float64) * config.stds.get(short, config.std)
     match config.fixed.get(short):
         case "identity":
+            if like.shape[-1] != like.shape[-2]:
+                raise InputError(f"{name} cannot be held at the identity: it is {tuple(like.shape)}, and not square")
             return torch.eye(like.shape[-1]).to(like).expand_as(like).clone()
         case "zero":
             return torch.zeros_like(like)

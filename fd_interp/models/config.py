@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from fd_interp.config import Frozen, InputError
 
@@ -28,7 +28,7 @@ class OneLayer(Frozen):
     """Weights that are not trained, and at what they are held; every other weight is trained."""
     std: float = Field(default=1e-2, ge=0)
     """Standard deviation of the normal initialisation of every weight."""
-    stds: dict[str, float] = {}
+    stds: dict[str, NonNegativeFloat] = {}
     """Exceptions to `std`, by weight name (`{"W_Q": 0.1}`)."""
 
     @model_validator(mode="after")
@@ -65,7 +65,7 @@ class Transformer(Frozen):
     """Weights that are not trained, and at what they are held: `{"W_pos": "zero"}` removes positions."""
     std: float = Field(default=2e-2, ge=0)
     """Standard deviation of the normal initialisation of every weight matrix."""
-    stds: dict[str, float] = {}
+    stds: dict[str, NonNegativeFloat] = {}
     """Exceptions to `std`, by weight name."""
 
     @model_validator(mode="after")

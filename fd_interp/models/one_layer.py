@@ -1,6 +1,6 @@
 """The one-layer model without residual stream of arXiv 2605.01199, with TransformerLens' hook and weight names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,29 +49,78 @@ def one_layer_logits(
         attn_scale: scores are divided by it.
         tap: called with every hook's name and activation.
     """
-    n_heads = weights.W_Q.shape[0]
-    embed = tap("hook_embed", functional.embedding(tokens, weights.W_E))
+    n_heads = len(weights.W_Q)
+    embed = tap("hook_embed", _embed(tokens, weights.W_E))
     resid_pre = tap("blocks.0.hook_resid_pre", embed)
     q = tap(ATTENTION + "hook_q", _to_heads(resid_pre[:, queries], weights.W_Q))
     k = tap(ATTENTION + "hook_k", _to_heads(resid_pre, weights.W_K))
-    v = resid_pre[:, :, None].expand(-1, -1, n_heads, -1) if weights.W_V is None else _to_heads(resid_pre, weights.W_V)
-    v = tap(ATTENTION + "hook_v", v)
+    v = tap(ATTENTION + "hook_v", _values(resid_pre, weights.W_V, n_heads))
 
-    scores = torch.matmul(q.transpose(1, 2) / attn_scale, k.permute(0, 2, 3, 1))  # b h q d, b h d k -> b h q k
-    scores = tap(ATTENTION + "hook_attn_scores", scores + mask[queries])
+    scores = _scores(_merged(q), _merged(k), mask[queries], attn_scale)
+    scores = tap(ATTENTION + "hook_attn_scores", scores.view(-1, n_heads, *scores.shape[1:]))
     pattern = tap(ATTENTION + "hook_pattern", scores.softmax(dim=-1))
-    z = tap(ATTENTION + "hook_z", torch.matmul(pattern, v.transpose(1, 2)).transpose(1, 2))
-    attn_out = z.sum(2) if weights.W_O is None else torch.matmul(z.flatten(2), weights.W_O.flatten(0, 1))
-    resid_post = tap("blocks.0.hook_resid_post", tap("blocks.0.hook_attn_out", attn_out))
+    z = tap(ATTENTION + "hook_z", _split(torch.bmm(pattern.flatten(0, 1), _merged(v)), n_heads))
+    attn_out = tap("blocks.0.hook_attn_out", _from_heads(z, weights.W_O))
+    resid_post = tap("blocks.0.hook_resid_post", attn_out)
     return torch.matmul(resid_post, weights.W_U)
+
+
+def _embed(
+    tokens: Int[Tensor, "batch position"], W_E: Float[Tensor, "vocab d_model"]
+) -> Float[Tensor, "batch position d_model"]:
+    """On a CPU by `index_select`, whose gradient takes a third of the time; on CUDA that sums in no fixed order."""
+    if W_E.is_cuda:
+        return functional.embedding(tokens, W_E)
+    return W_E.index_select(0, tokens.flatten()).view(*tokens.shape, -1)
+
+
+# In a model this small a view takes as long as a product, so each of these spares one head the views of several.
 
 
 def _to_heads(
     x: Float[Tensor, "batch position d_model"], weight: Float[Tensor, "head d_model d_head"]
 ) -> Float[Tensor, "batch position head d_head"]:
-    n_heads, _, d_head = weight.shape
-    joined = weight[0] if n_heads == 1 else weight.transpose(0, 1).flatten(1)
-    return torch.matmul(x, joined).unflatten(-1, (n_heads, d_head))
+    if len(weight) == 1:
+        return torch.matmul(x, weight.squeeze(0)).unsqueeze(2)
+    return torch.matmul(x, weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1))
+
+
+def _values(
+    x: Float[Tensor, "batch position d_model"], W_V: Float[Tensor, "head d_model d_head"] | None, n_heads: int
+) -> Float[Tensor, "batch position head d_head"]:
+    if W_V is not None:
+        return _to_heads(x, W_V)
+    return x.unsqueeze(2) if n_heads == 1 else x.unsqueeze(2).expand(-1, -1, n_heads, -1)
+
+
+def _merged(x: Float[Tensor, "batch position head d_head"]) -> Float[Tensor, "batch_and_head position d_head"]:
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
+def _scores(
+    q: Float[Tensor, "batch_and_head query d_head"],
+    k: Float[Tensor, "batch_and_head key d_head"],
+    mask: Float[Tensor, "query key"],
+    attn_scale: float,
+) -> Float[Tensor, "batch_and_head query key"]:
+    """The gradient of a product's second factor is made transposed and then copied: let that be the smaller one's."""
+    if q.shape[1] < k.shape[1]:
+        return torch.add(mask, torch.bmm(k, q.mT).mT, alpha=1 / attn_scale)
+    return torch.baddbmm(mask, q, k.mT, alpha=1 / attn_scale)
+
+
+def _split(
+    x: Float[Tensor, "batch_and_head position d_head"], n_heads: int
+) -> Float[Tensor, "batch position head d_head"]:
+    return x.unsqueeze(2) if n_heads == 1 else x.unflatten(0, (-1, n_heads)).transpose(1, 2)
+
+
+def _from_heads(
+    z: Float[Tensor, "batch position head d_head"], W_O: Float[Tensor, "head d_head d_model"] | None
+) -> Float[Tensor, "batch position d_model"]:
+    if W_O is not None:
+        return torch.matmul(z.flatten(2), W_O.flatten(0, 1))
+    return z.squeeze(2) if z.shape[2] == 1 else z.sum(2)
 
 
 @dataclass(frozen=True)
@@ -112,7 +161,7 @@ class OneLayerAttention(HookedRootModule):
             n_ctx=n_ctx,
             attn_scale=config.attn_scale,
         )
-        self._identity = {name for name, hold in config.fixed.items() if hold == "identity"}
+        self._identity = {name for name in ("W_V", "W_O") if config.fixed.get(name) == "identity"}
         to_head = (config.n_heads, config.d_model, config.d_head)
         from_head = (config.n_heads, config.d_head, config.d_model)
         self.embed = _parameters(dtype, W_E=(d_vocab, config.d_model))
@@ -121,8 +170,8 @@ class OneLayerAttention(HookedRootModule):
         self.unembed = _parameters(dtype, W_U=(config.d_model, d_vocab))
         future = torch.full((n_ctx, n_ctx), float("-inf"), dtype=dtype).triu(1)
         self.register_buffer("mask", future, persistent=False)
+        self._parts = (self.embed, self.blocks[0].attn, self.unembed)  # nn.Module looks names up slowly
         self.setup()
-        self.register_load_state_dict_post_hook(lambda model, _: model._check_identities())
 
     def forward(
         self, tokens: Int[Tensor, "batch position"], queries: slice = EVERY_QUERY
@@ -135,13 +184,19 @@ class OneLayerAttention(HookedRootModule):
             self.mask[:length, :length],
             attn_scale=self.cfg.attn_scale,
             queries=queries,
-            tap=lambda name, value: self.hook_dict[name](value),
+            tap=self._tap,
         )
 
+    def _tap(self, name: str, value: Tensor) -> Tensor:
+        """What a hook returns may broadcast to what it replaces, as in TransformerLens."""
+        edited = self.hook_dict[name](value)
+        return edited if edited is value else edited.expand_as(value)
+
     def matrices(self) -> OneLayerWeights:
-        attn = self.blocks[0].attn
-        held = {name: None if name in self._identity else getattr(attn, name) for name in ("W_V", "W_O")}
-        return OneLayerWeights(W_E=self.embed.W_E, W_Q=attn.W_Q, W_K=attn.W_K, W_U=self.unembed.W_U, **held)
+        embed, attn, unembed = self._parts
+        W_V = None if "W_V" in self._identity else attn.W_V
+        W_O = None if "W_O" in self._identity else attn.W_O
+        return OneLayerWeights(embed.W_E, attn.W_Q, attn.W_K, unembed.W_U, W_V, W_O)
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
@@ -167,11 +222,13 @@ class OneLayerAttention(HookedRootModule):
     def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
         return self.blocks[0].attn.W_O[None]
 
-    def _check_identities(self) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Refuses, before anything is written, a W_V or W_O that is not the identity it is held at."""
         for name in self._identity:
-            weight = getattr(self.blocks[0].attn, name)
-            if not torch.equal(weight, torch.eye(self.cfg.d_model).to(weight).expand_as(weight)):
+            weight = state_dict.get(ATTENTION + name)
+            if weight is not None and not torch.equal(weight, torch.eye(self.cfg.d_model).to(weight).expand_as(weight)):
                 raise InputError(f"{ATTENTION}{name} is not the identity that this model holds it at")
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def _parameters(dtype: torch.dtype, **shapes: tuple[int, ...]) -> nn.Module:

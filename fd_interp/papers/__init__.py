@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from fd_interp.config import InputError, nearest
-from fd_interp.observe import Probe
+from fd_interp.observation import Probe
 from fd_interp.papers import focus_dilution
 from fd_interp.training.run import Run
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from fd_interp.measures import condensation as measures
-from fd_interp.observe import Observation, Probe, Variable
+from fd_interp.observation import Observation, Probe, Variable
 
 PAPER = "arXiv 2605.01199, stages I and IV"
 PER_HEAD = ("W_Q", "W_K")

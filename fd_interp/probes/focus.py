@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fd_interp.measures import focus as measures
-from fd_interp.observe import Observation, Probe, Variable, chosen_queries
+from fd_interp.observation import Observation, Probe, Variable, chosen_queries
 
 PAPER = "arXiv 2605.01199, stages II and III"
 PER_HEAD = ("layer", "head")
@@ -43,11 +43,12 @@ def frequency_focus(top: int = 1) -> Probe:
 
 
 def _of_layer(pattern: Tensor, keys: Tensor, queries: Tensor, tokens: Tensor, frequencies: Tensor) -> dict[str, Tensor]:
+    mass, share = measures.attention_mass(pattern, keys), measures.visible_share(pattern, keys)
     return {
         "attention_entropy": measures.attention_entropy(pattern, queries),
-        "focus_ratio": measures.focus_ratio(pattern, keys, queries),
-        "focus_ratio_rare": measures.focus_ratio(pattern, keys, queries & ~keys),
-        "focus_ratio_by_query": measures.focus_ratio_by_query(pattern, keys, queries, tokens, len(frequencies)),
+        "focus_ratio": measures.mass_over_share(mass, share, queries),
+        "focus_ratio_rare": measures.mass_over_share(mass, share, queries & ~keys),
+        "focus_ratio_by_query": measures.mass_over_share_by_query(mass, share, queries, tokens, len(frequencies)),
         "self_focus": measures.self_focus(pattern, queries, tokens),
         "frequency_slope": measures.frequency_slope(pattern, queries, tokens, frequencies),
     }

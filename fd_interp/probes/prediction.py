@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from fd_interp.measures.prediction import cross_entropy
-from fd_interp.observe import LOGITS, Observation, Probe, Variable
+from fd_interp.observation import LOGITS, Observation, Probe, Variable
 from fd_interp.tasks.task import Task
 
 Positions = Literal["last", "all"]

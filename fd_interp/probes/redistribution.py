@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from fd_interp.measures import redistribution as measures
-from fd_interp.observe import Observation, Probe, Variable
+from fd_interp.observation import Observation, Probe, Variable
 
 PAPER = "arXiv 2605.01199, Props. 3.6 to 3.8"
 

@@ -1,14 +1,14 @@
 """Figures of a trace: measured seeds as lines, the theory dashed over them, stages shaded behind."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from fd_interp.measures.condensation import condensation_order, row_cosines
-from fd_interp.observe import Trace
+from fd_interp.observation import Trace, by_head
 from fd_interp.stages import Stage
 from fd_interp.training.series import Series
 
@@ -71,10 +71,24 @@ def panel_figure(
     figure.update_yaxes(type="log" if panel.log_y else "linear", gridcolor=GRID, zeroline=False)
     title = {"text": panel.title, "font": {"size": 14}, "x": 0.02}
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}}
-    figure.update_layout(
-        height=330, title=title, legend=legend, **_look() | {"margin": {"l": 50, "r": 15, "t": 85, "b": 40}}
-    )
+    figure.update_layout(height=330, title=title, legend=legend, **_look(top=85))
     return figure
+
+
+def head_figure(seeds: Sequence[Trace], variables: Sequence[str]) -> go.Figure:
+    """A panel for each variable with a line for each layer and head; the first seed strongly, the others faintly."""
+    rows = -(-len(variables) // 2)
+    titles = [seeds[0][name].attrs.get("long_name", name) for name in variables]
+    figure = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.25 / rows)
+    for index, name in enumerate(variables):
+        row, col = index // 2 + 1, index % 2 + 1
+        for order, seed in enumerate(seeds):
+            for number, (label, trace) in enumerate(by_head(seed) if "head" in seed[name].dims else [(name, seed)]):
+                line = _line(Curve(name, label), trace, COLOURS[number % len(COLOURS)], strong=order == 0)
+                figure.add_trace(line.update(showlegend=index == 0 and order == 0), row=row, col=col)
+    figure.update_xaxes(type="log", gridcolor=GRID)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False)
+    return figure.update_layout(height=320 * rows, **_look())
 
 
 def overview_figure(
@@ -92,7 +106,7 @@ def overview_figure(
         horizontal_spacing=0.04,
     )
     for index, seeds in enumerate(groups.values()):
-        cell = {"row": index // columns + 1, "col": index % columns + 1}
+        cell: Any = {"row": index // columns + 1, "col": index % columns + 1}
         for order, seed in enumerate(seeds):
             figure.add_trace(_line(Curve(variable, variable), seed, COLOURS[0], strong=order == 0), **cell)
         if level is not None:
@@ -167,9 +181,9 @@ def _range(seeds: Sequence[Trace]) -> tuple[int, int]:
     return max(int(steps[steps > 0].min(initial=1)), 1), int(steps.max())
 
 
-def _look() -> dict[str, object]:
+def _look(*, top: int = 50) -> dict[str, Any]:
     return {
         "template": "plotly_white",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
-        "margin": {"l": 50, "r": 20, "t": 50, "b": 40},
+        "margin": {"l": 50, "r": 20, "t": top, "b": 40},
     }

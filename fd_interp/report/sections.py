@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from types import ModuleType
 
-from fd_interp.observe import Trace
+from fd_interp.observation import Trace
 from fd_interp.report import figures
 from fd_interp.report.page import Section
 from fd_interp.report.views import attention_of, spread_steps

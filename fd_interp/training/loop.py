@@ -22,6 +22,7 @@ from fd_interp.tasks.task import Batch
 from fd_interp.training.interrupt import deferred_interrupts
 from fd_interp.training.run import SGD, Run
 from fd_interp.training.series import Series, atomic, claim_directory, read_tensors, series_of, write_tensors
+from fd_interp.training.threads import torch_threads
 
 BATCHES_PER_DRAW = 64
 SECONDS_BETWEEN_STATES = 20.0
@@ -72,17 +73,17 @@ def loss_of(
 
 
 def make_optimizer(run: Run, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One parameter group per weight, so that each can have a rate of its own."""
+    """One parameter group per rate: a weight can have one of its own, and a step costs the more the more groups."""
     config = run.training.optimizer
     known = {name.rsplit(".", 1)[-1] for name in parameters}
     if unknown := config.lrs.keys() - known:
         raise InputError(
             f"lrs names {', '.join(sorted(unknown))}, which is not trained; trained: {', '.join(sorted(known))}"
         )
-    groups = [
-        {"params": [parameter], "lr": config.lrs.get(name.rsplit(".", 1)[-1], config.lr)}
-        for name, parameter in parameters.items()
-    ]
+    by_rate: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        by_rate.setdefault(config.lrs.get(name.rsplit(".", 1)[-1], config.lr), []).append(parameter)
+    groups = [{"params": alike, "lr": rate} for rate, alike in by_rate.items()]
     if isinstance(config, SGD):
         return torch.optim.SGD(groups, momentum=config.momentum, fused=True)
     return torch.optim.AdamW(
@@ -134,7 +135,7 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
         unit="step",
         desc=directory.name,
     )
-    with bar, deferred_interrupts() as interruption:
+    with torch_threads(run.threads), bar, deferred_interrupts() as interruption:
         for step, loss in training_steps(run, model, optimizer, start=len(losses)):
             losses.append(loss)
             if step in kept:

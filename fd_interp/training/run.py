@@ -24,6 +24,9 @@ class SGD(Frozen):
     momentum: float = Field(default=0.0, ge=0, lt=1)
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamW(Frozen):
     """Adam with decoupled weight decay; Adam itself at the default `weight_decay` of zero."""
 
@@ -31,7 +34,7 @@ class AdamW(Frozen):
     lr: PositiveFloat = 1e-3
     lrs: dict[str, PositiveFloat] = {}
     """Exceptions to `lr` by weight name."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
 
@@ -98,11 +101,13 @@ class Run(Frozen):
     seed: NonNegativeInt = 0
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
+    threads: PositiveInt = 1
+    """Threads that torch uses: small models are fastest with one, and the last bits depend on the number."""
 
     @model_validator(mode="after")
     def _device_exists(self) -> "Run":
         try:
-            torch.empty(0, device=self.device)
+            torch.zeros((), device=self.device).item()
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"device '{self.device}' is not usable here ({reason}); cpu always is") from None

@@ -183,7 +183,7 @@ def test_exchanged_and_turned_directions_are_not_aligned():
 @given(matrices)
 @several
 def test_alignment_is_between_none_and_full(weight: Tensor):
-    other = normal(*weight.shape, seed=1)
+    other = normal(*weight.shape, seed=20_000)
     assert 0 <= singular_vector_alignment(weight, other) < 1
     torch.testing.assert_close(singular_vector_alignment(weight, other), singular_vector_alignment(other, weight))
 

@@ -28,6 +28,8 @@ INPUTS = {
     "frequencies": FREQUENCIES,
     "pattern": CAUSAL,
     "keys": TOKENS == 0,
+    "mass": CAUSAL[..., 0],
+    "share": CAUSAL[:, 0, :, 0],
     "queries": torch.ones_like(TOKENS, dtype=torch.bool),
     "tokens": TOKENS,
     "d_vocab": D_VOCAB,

@@ -152,7 +152,7 @@ def test_antitone_coupling_has_the_least_correlation(pi: tuple[float, ...]):
         np.kron(*pair) for pair in ((np.eye(len(pi)), np.ones(len(pi))), (np.ones(len(pi)), np.eye(len(pi))))
     )
     least = linprog(np.outer(law, law).ravel(), A_eq=np.vstack([first, second]), b_eq=np.concatenate([law, law]))
-    assert law @ coupling @ law == pytest.approx(least.fun, abs=1e-9)
+    assert law @ coupling @ law == pytest.approx(least.fun, abs=1e-6)  # ten times the solver's own tolerance
 
 
 @given(laws, st.integers(0, 1000))

@@ -114,7 +114,7 @@ PLATEAU = Claim(
     "plateau",
     "The loss first rests at what the frequencies alone give",
     f"{PAPER}, theta_c^1",
-    f"within {NEAR} nats of the token frequencies, on the same sequences, over a stretch of steps whose end is > 1.5 times its start",
+    f"loss within {NEAR} nats of that of the token frequencies over steps whose end is > 1.5 times their start",
     _plateau,
 )
 BIGRAM = Claim(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fd_interp.observe import Trace
+from fd_interp.observation import Trace
 from fd_interp.stages import Stage, first_departure, first_step, step_of_maximum
 
 CONDENSED = 0.95

@@ -9,7 +9,7 @@ from fd_interp.claims import Claim, Evidence, Finding
 from fd_interp.models import lens
 from fd_interp.models.build import build, initial_weights
 from fd_interp.models.config import OneLayer
-from fd_interp.observe import Trace
+from fd_interp.observation import Trace
 from fd_interp.papers.focus_dilution.claims import PAPER
 from fd_interp.tasks.markov import MarkovChain
 from fd_interp.theory import focus_dilution as theory

@@ -7,8 +7,8 @@ Persistence, context, width, learning rate and optimizer of the paper's experime
 from dataclasses import dataclass
 
 from fd_interp.claims import Claim
-from fd_interp.models.config import OneLayer, Transformer
-from fd_interp.observe import Probe
+from fd_interp.models.config import Hold, OneLayer, Transformer
+from fd_interp.observation import Probe
 from fd_interp.papers.focus_dilution import claims
 from fd_interp.probes.condensation import EMBEDDING_CONDENSATION
 from fd_interp.probes.focus import frequency_focus
@@ -107,7 +107,7 @@ def controls(base: Run) -> list[Control]:
     task = base.task
     if not isinstance(task, MarkovChain):
         return []
-    frozen = {"W_V": "identity", "W_O": "identity", "W_Q": "init", "W_K": "init"}
+    frozen: dict[str, Hold] = {"W_V": "identity", "W_O": "identity", "W_Q": "init", "W_K": "init"}
     common = {"persistence": task.persistence, "context": task.context}
     independent = MarkovChain(pi=task.pi, persistence=0.0, context=task.context)
     return [

@@ -1,6 +1,6 @@
 """From a series of snapshots to a trace: named measurements with labelled axes, one row per step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.tasks.task import Batch
 from fd_interp.training.series import Series
+from fd_interp.training.threads import torch_threads
 
 Trace = xr.Dataset
 """Dims are among step, layer, head, token and seed; each variable has `long_name`, `units` and `source`."""
@@ -91,13 +92,15 @@ def observe(
     hooks = lens.resolve_hooks(model, sorted(wanted - {LOGITS}))
     rows: list[dict[str, np.ndarray]] = []
     first = previous = None
-    for snapshot in tqdm(series, disable=None if show_progress else True, unit="snapshot", desc="observe"):
-        weights = _same_shapes(snapshot.weights(), first, snapshot.step)
-        first = weights if first is None else first
-        cache = _run(model, weights, hooks, batch) if wanted else {}
-        seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies)
-        rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
-        previous = weights
+    threads = series.run.threads if series.run else torch.get_num_threads()
+    with torch_threads(threads):
+        for snapshot in tqdm(series, disable=None if show_progress else True, unit="snapshot", desc="observe"):
+            weights = _same_shapes(snapshot.weights(), first, snapshot.step)
+            first = weights if first is None else first
+            cache = _run(model, weights, hooks, batch) if wanted else {}
+            seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies)
+            rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
+            previous = weights
     return _trace(series, probes, rows)
 
 
@@ -137,6 +140,13 @@ def _trace(series: Series, probes: Iterable[Probe], rows: list[dict[str, np.ndar
 
 def _attributes(variable: Variable) -> dict[str, str]:
     return {"long_name": variable.long_name, "units": variable.units, "source": variable.source}
+
+
+def by_head(trace: Trace) -> Iterator[tuple[str, Trace]]:
+    """Each layer and head's part of a trace, by TransformerLens' usual label (`L0H1`)."""
+    for layer in range(trace.sizes["layer"]):
+        for head in range(trace.sizes["head"]):
+            yield f"L{layer}H{head}", trace.isel(layer=layer, head=head)
 
 
 def chosen_queries(batch: Batch) -> Bool[Tensor, "batch query"]:

@@ -1,0 +1,296 @@
+"""How fast this is beside plain PyTorch, beside TransformerLens' own models, and beside doing nothing but the passes.
+
+    python scripts/bench.py
+    python scripts/bench.py --rounds 5 --json
+
+Every row is a ratio measured within this one run, in one thread: the contestants take turns, and medians are compared,
+so that a busy machine slows all of them alike. Computation is timed in CPU seconds; what waits for a disk or for another
+process, in seconds. The exit status is 0 whatever the ratios are: they are a measurement and not a test.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+import fd_interp
+from fd_interp.models import lens
+from fd_interp.models.build import trained
+from fd_interp.models.config import OneLayer, Transformer
+from fd_interp.observation import observe
+from fd_interp.papers.focus_dilution import ZIPF, probes
+from fd_interp.reproduction import versions
+from fd_interp.tasks.task import Batch
+from fd_interp.training.loop import (
+    batch_loss,
+    batches,
+    loss_of,
+    make_optimizer,
+    new_model,
+    snapshot_keeper,
+    train,
+)
+from fd_interp.training.run import Keep, LogSpaced, Run, Training
+from fd_interp.training.series import Series
+
+CALLS = 10
+"""Calls per turn of what takes a millisecond, so that neither the clock nor the change of turns is measured."""
+OBSERVED = Training(optimizer=ZIPF.training.optimizer, steps=100, batch_size=128, loss_on="last")
+SNAPSHOTS = LogSpaced(count=24)
+
+LAST = ZIPF
+ALL = ZIPF.model_copy(update={"training": ZIPF.training.model_copy(update={"loss_on": "all"})})
+POSITIONS = {"last": LAST, "all": ALL}
+
+Contestants = Mapping[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What takes how long, and how many times as long as what it is compared with."""
+
+    name: str
+    seconds: float
+    ratio: float
+    target: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.target is None else "ok" if self.ratio <= self.target else "missed"
+
+
+def times(
+    contestants: Contestants, rounds: int, *, calls: int = 1, clock: Callable[[], float] = time.process_time
+) -> dict[str, float]:
+    """Median seconds of one call of each; all take a turn in every round, and one before the first that is not timed."""
+    turns: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, call in contestants.items():
+            begun = clock()
+            for _ in range(calls):
+                call()
+            if number:
+                turns[name].append((clock() - begun) / calls)
+    return {name: median(each) for name, each in turns.items()}
+
+
+class PlainAttention(nn.Module):
+    """The paper's model as one writes it in PyTorch without hooks."""
+
+    future: Tensor
+
+    def __init__(self, d_vocab: int, n_ctx: int, d_model: int, d_head: int, std: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(d_vocab, d_model)
+        self.W_Q = nn.Parameter(torch.empty(d_model, d_head))
+        self.W_K = nn.Parameter(torch.empty(d_model, d_head))
+        self.W_U = nn.Parameter(torch.empty(d_model, d_vocab))
+        self.register_buffer("future", torch.ones(n_ctx, n_ctx, dtype=torch.bool).triu(1))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=std)
+
+    def forward(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position vocab"]:
+        x = self.embed(tokens)
+        q, k = x @ self.W_Q, x @ self.W_K
+        scores = (q @ k.transpose(1, 2)).masked_fill(self.future, float("-inf"))
+        return scores.softmax(-1) @ x @ self.W_U
+
+
+class PlainLastAttention(PlainAttention):
+    """The same for the last query alone, which sees every key."""
+
+    def forward(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch one vocab"]:
+        x = self.embed(tokens)
+        q, k = x[:, -1:] @ self.W_Q, x @ self.W_K
+        return (q @ k.transpose(1, 2)).softmax(-1) @ x @ self.W_U
+
+
+def training_step(optimizer: torch.optim.Optimizer, loss_fn: Callable[[], Tensor]) -> Callable[[], None]:
+    """One step of training as the loop takes it."""
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_fn()
+        loss.item()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def our_step(run: Run, batch: Batch) -> Callable[[], None]:
+    """A step of the run's own model."""
+    model = new_model(run)
+    return training_step(make_optimizer(run, trained(run.model, model)), lambda: batch_loss(run, model, batch))
+
+
+def plain_step(run: Run, batch: Batch) -> Callable[[], None]:
+    """A step of the same maths in plain PyTorch, with the same optimizer."""
+    assert isinstance(run.model, OneLayer)
+    kind = PlainLastAttention if run.training.loss_on == "last" else PlainAttention
+    model = kind(run.task.d_vocab, run.task.n_ctx, run.model.d_model, run.model.d_head, run.model.std)
+    optimizer = make_optimizer(run, dict(model.named_parameters()))
+    return training_step(optimizer, lambda: loss_of(run, model(batch.tokens), batch.targets))
+
+
+def lens_step(run: Run, batch: Batch) -> Callable[[], None]:
+    """A step of TransformerLens' own model of that size. What the paper's model lacks is held fixed and not trained.
+
+    It has a residual stream, positions and biases, and always computes every query.
+    """
+    held = {
+        "W_V": "identity",
+        "W_O": "identity",
+        "W_pos": "zero",
+        "b_Q": "zero",
+        "b_K": "zero",
+        "b_V": "zero",
+        "b_O": "zero",
+    }
+    model = Transformer(std=1e-2, attn_scale=1.0, fixed=held)
+    return our_step(run.model_copy(update={"model": model}), batch)
+
+
+def steps(rounds: int) -> list[Row]:
+    """Training steps beside the other implementations'."""
+    rows = []
+    for positions, run in POSITIONS.items():
+        batch = next(batches(run))
+        taken = times(
+            {"ours": our_step(run, batch), "plain": plain_step(run, batch), "lens": lens_step(run, batch)},
+            rounds,
+            calls=CALLS,
+        )
+        for other, label, target in (("plain", "plain PyTorch", 1.0), ("lens", "TransformerLens' own model", 0.8)):
+            name = f"training step, loss on {positions} / {label}"
+            rows.append(Row(name, taken["ours"], taken["ours"] / taken[other], target))
+    return rows
+
+
+def bare_passes(series: Series) -> None:
+    """The least that looking at a series takes: each snapshot's weights into one model, and a forward pass."""
+    model = series.build()
+    for snapshot in series:
+        lens.load_weights(model, snapshot.weights())
+        with torch.no_grad():
+            model(series.inputs.held_out.tokens)
+
+
+def observing(run: Run, series: Series, rounds: int) -> list[Row]:
+    """All probes of the paper on a series, beside the passes alone."""
+    asked = probes(run)
+    taken = times({"observe": lambda: observe(series, asked), "passes": lambda: bare_passes(series)}, rounds)
+    ratio = taken["observe"] / taken["passes"]
+    return [Row(f"observe {len(series)} snapshots / load, forward pass", taken["observe"], ratio, 1.3)]
+
+
+def snapshots(run: Run, series: Series, directory: Path, rounds: int) -> list[Row]:
+    """Keeping a snapshot and loading one, beside a training step."""
+    model = new_model(run)
+    keep = snapshot_keeper(run, directory, model)
+    contestants: Contestants = {
+        "keep a snapshot": lambda: keep(0),
+        "load a snapshot": lambda: lens.load_weights(model, series[-1].weights()),
+        "step": our_step(run, next(batches(run))),
+    }
+    taken = times(contestants, rounds, calls=CALLS, clock=time.perf_counter)
+    step = taken.pop("step")
+    return [Row(f"{name} / training step", seconds, seconds / step) for name, seconds in taken.items()]
+
+
+COMMANDS = {
+    "python -c pass": "pass",
+    "import fd_interp": "import fd_interp",
+    "fd-interp --help": "from fd_interp.cli import main; main(['--help'])",
+}
+
+
+def start(code: str) -> None:
+    """Runs Python code in a process of its own, which finds the library that this one uses."""
+    where = Path(fd_interp.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=where, stdout=subprocess.DEVNULL, check=True)
+
+
+def starting(rounds: int) -> list[Row]:
+    """How long it takes until the library or the command is there, beside Python itself."""
+    contestants = {name: lambda code=code: start(code) for name, code in COMMANDS.items()}
+    taken = times(contestants, rounds, clock=time.perf_counter)
+    alone = taken.pop("python -c pass")
+    return [Row(f"{name} / python -c pass", seconds, seconds / alone) for name, seconds in taken.items()]
+
+
+def peak_memory(who: int) -> float:
+    """Largest resident set so far, in MiB."""
+    kibibytes = 2**10 if sys.platform == "darwin" else 1
+    return resource.getrusage(who).ru_maxrss / kibibytes / 2**10
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Everything, as one JSON object."""
+    run = ZIPF.model_copy(update={"training": OBSERVED, "keep": Keep(at=SNAPSHOTS)})
+    rows = starting(rounds)
+    of_commands = peak_memory(resource.RUSAGE_CHILDREN)
+    rows = steps(rounds) + rows
+    with TemporaryDirectory() as folder:
+        series = train(run, Path(folder) / "run", show_progress=False)
+        rows += observing(run, series, rounds) + snapshots(run, series, Path(folder) / "kept", rounds)
+    return {
+        "rows": [
+            {
+                "name": row.name,
+                "seconds": row.seconds,
+                "ratio": row.ratio,
+                "target": row.target,
+                "verdict": row.verdict,
+            }
+            for row in rows
+        ],
+        "peak_memory_MiB": {
+            "training and observing, in this process": peak_memory(resource.RUSAGE_SELF),
+            "import fd_interp, fd-interp --help": of_commands,
+        },
+        "rounds": rounds,
+        "versions": versions(),
+    }
+
+
+def print_table(results: dict[str, Any]) -> None:
+    width = max(len(row["name"]) for row in results["rows"])
+    print(f"{'':{width}}  {'ratio':>6}  {'target':>6}  {'':6}  {'seconds':>9}")
+    for row in results["rows"]:
+        target = "" if row["target"] is None else f"{row['target']:.2f}"
+        print(f"{row['name']:{width}}  {row['ratio']:6.2f}  {target:>6}  {row['verdict']:6}  {row['seconds']:9.5f}")
+    print("\npeak memory: " + ", ".join(f"{mib:.0f} MiB {of}" for of, mib in results["peak_memory_MiB"].items()))
+    print(", ".join(f"{name} {number}" for name, number in results["versions"].items()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25, help="turns of each contestant (default: 25)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {arguments.rounds}")
+    torch.set_num_threads(1)
+    results = measured(arguments.rounds)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print_table(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
