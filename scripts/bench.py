@@ -3,9 +3,9 @@
     python scripts/bench.py
     python scripts/bench.py --rounds 5 --json
 
-Every row is a ratio measured within this one run, in one thread: the contestants take turns, and medians are compared,
-so that a busy machine slows all of them alike. Computation is timed in CPU seconds; what waits for a disk or for another
-process, in seconds. The exit status is 0 whatever the ratios are: they are a measurement and not a test.
+Every row is a ratio measured within this one run, in one thread: the two take turns, and their medians are compared, so
+that a busy machine slows both alike. Computation is timed in CPU seconds; what waits for a disk or for another process,
+in seconds. The exit status is 0 whatever the ratios are: they are a measurement and not a test.
 """
 
 import argparse
@@ -15,11 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -28,20 +27,12 @@ from torch import Tensor, nn
 import fd_interp
 from fd_interp.models import lens
 from fd_interp.models.build import trained
-from fd_interp.models.config import OneLayer, Transformer
+from fd_interp.models.config import Hold, OneLayer, Transformer
 from fd_interp.observation import observe
 from fd_interp.papers.focus_dilution import ZIPF, probes
 from fd_interp.reproduction import versions
 from fd_interp.tasks.task import Batch
-from fd_interp.training.loop import (
-    batch_loss,
-    batches,
-    loss_of,
-    make_optimizer,
-    new_model,
-    snapshot_keeper,
-    train,
-)
+from fd_interp.training.loop import batch_loss, batches, loss_of, make_optimizer, new_model, snapshot_keeper, train
 from fd_interp.training.run import Keep, LogSpaced, Run, Training
 from fd_interp.training.series import Series
 
@@ -50,15 +41,13 @@ CALLS = 10
 OBSERVED = Training(optimizer=ZIPF.training.optimizer, steps=100, batch_size=128, loss_on="last")
 SNAPSHOTS = LogSpaced(count=24)
 
-LAST = ZIPF
 ALL = ZIPF.model_copy(update={"training": ZIPF.training.model_copy(update={"loss_on": "all"})})
-POSITIONS = {"last": LAST, "all": ALL}
+POSITIONS = {"last": ZIPF, "all": ALL}
 
 Contestants = Mapping[str, Callable[[], object]]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """What takes how long, and how many times as long as what it is compared with."""
 
     name: str
@@ -74,7 +63,7 @@ class Row:
 def times(
     contestants: Contestants, rounds: int, *, calls: int = 1, clock: Callable[[], float] = time.process_time
 ) -> dict[str, float]:
-    """Median seconds of one call of each; all take a turn in every round, and one before the first that is not timed."""
+    """Median seconds of one call of each; all take a turn in every round, and one more before that is not timed."""
     turns: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, call in contestants.items():
@@ -145,37 +134,27 @@ def plain_step(run: Run, batch: Batch) -> Callable[[], None]:
     return training_step(optimizer, lambda: loss_of(run, model(batch.tokens), batch.targets))
 
 
-def lens_step(run: Run, batch: Batch) -> Callable[[], None]:
-    """A step of TransformerLens' own model of that size. What the paper's model lacks is held fixed and not trained.
+HELD: dict[str, Hold] = {"W_V": "identity", "W_O": "identity"} | dict.fromkeys(
+    ("W_pos", "b_Q", "b_K", "b_V", "b_O"), "zero"
+)
+"""What TransformerLens' models have and the paper's has not: held fixed, so that both train the same matrices."""
 
-    It has a residual stream, positions and biases, and always computes every query.
-    """
-    held = {
-        "W_V": "identity",
-        "W_O": "identity",
-        "W_pos": "zero",
-        "b_Q": "zero",
-        "b_K": "zero",
-        "b_V": "zero",
-        "b_O": "zero",
-    }
-    model = Transformer(std=1e-2, attn_scale=1.0, fixed=held)
-    return our_step(run.model_copy(update={"model": model}), batch)
+
+def lens_step(run: Run, batch: Batch) -> Callable[[], None]:
+    """A step of TransformerLens' own model of that size, which has a residual stream and computes every query."""
+    return our_step(run.model_copy(update={"model": Transformer(std=1e-2, attn_scale=1.0, fixed=HELD)}), batch)
 
 
 def steps(rounds: int) -> list[Row]:
-    """Training steps beside the other implementations'."""
+    """Training steps beside those of other implementations."""
+    rivals = (("plain PyTorch", plain_step, 1.0), ("TransformerLens' own model", lens_step, 0.8))
     rows = []
     for positions, run in POSITIONS.items():
         batch = next(batches(run))
-        taken = times(
-            {"ours": our_step(run, batch), "plain": plain_step(run, batch), "lens": lens_step(run, batch)},
-            rounds,
-            calls=CALLS,
-        )
-        for other, label, target in (("plain", "plain PyTorch", 1.0), ("lens", "TransformerLens' own model", 0.8)):
+        for label, rival, target in rivals:
+            taken = times({"ours": our_step(run, batch), "theirs": rival(run, batch)}, rounds, calls=CALLS)
             name = f"training step, loss on {positions} / {label}"
-            rows.append(Row(name, taken["ours"], taken["ours"] / taken[other], target))
+            rows.append(Row(name, taken["ours"], taken["ours"] / taken["theirs"], target))
     return rows
 
 
@@ -231,36 +210,28 @@ def starting(rounds: int) -> list[Row]:
     return [Row(f"{name} / python -c pass", seconds, seconds / alone) for name, seconds in taken.items()]
 
 
-def peak_memory(who: int) -> float:
-    """Largest resident set so far, in MiB."""
-    kibibytes = 2**10 if sys.platform == "darwin" else 1
-    return resource.getrusage(who).ru_maxrss / kibibytes / 2**10
+def peak_memory() -> float:
+    """Largest resident set of this process so far, in MiB."""
+    kibibyte = 2**10 if sys.platform == "darwin" else 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / kibibyte / 2**10
 
 
 def measured(rounds: int) -> dict[str, Any]:
     """Everything, as one JSON object."""
     run = ZIPF.model_copy(update={"training": OBSERVED, "keep": Keep(at=SNAPSHOTS)})
-    rows = starting(rounds)
-    of_commands = peak_memory(resource.RUSAGE_CHILDREN)
-    rows = steps(rounds) + rows
+    memory = {"after importing": peak_memory()}
     with TemporaryDirectory() as folder:
         series = train(run, Path(folder) / "run", show_progress=False)
-        rows += observing(run, series, rounds) + snapshots(run, series, Path(folder) / "kept", rounds)
+        rows = [
+            *steps(rounds),
+            *observing(run, series, rounds),
+            *snapshots(run, series, Path(folder) / "kept", rounds),
+            *starting(rounds),
+        ]
+    memory["after training and observing"] = peak_memory()
     return {
-        "rows": [
-            {
-                "name": row.name,
-                "seconds": row.seconds,
-                "ratio": row.ratio,
-                "target": row.target,
-                "verdict": row.verdict,
-            }
-            for row in rows
-        ],
-        "peak_memory_MiB": {
-            "training and observing, in this process": peak_memory(resource.RUSAGE_SELF),
-            "import fd_interp, fd-interp --help": of_commands,
-        },
+        "rows": [row._asdict() | {"verdict": row.verdict} for row in rows],
+        "peak_memory_MiB": memory,
         "rounds": rounds,
         "versions": versions(),
     }
@@ -272,7 +243,7 @@ def print_table(results: dict[str, Any]) -> None:
     for row in results["rows"]:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
         print(f"{row['name']:{width}}  {row['ratio']:6.2f}  {target:>6}  {row['verdict']:6}  {row['seconds']:9.5f}")
-    print("\npeak memory: " + ", ".join(f"{mib:.0f} MiB {of}" for of, mib in results["peak_memory_MiB"].items()))
+    print("\npeak memory: " + ", ".join(f"{mib:.0f} MiB {when}" for when, mib in results["peak_memory_MiB"].items()))
     print(", ".join(f"{name} {number}" for name, number in results["versions"].items()))
 
 

@@ -34,6 +34,7 @@ class Outer(Frozen):
         ({"rate": 1, "raet": 2}, "Outer has no field 'raet', did you mean rate?"),
         ({"rate": 1, "zzz": 2}, "Outer has no field 'zzz', known: inner, rate, table"),
         ({"rate": "fast"}, "rate: Input should be a valid number, unable to parse string as a number, not 'fast'"),
+        ({"rate": float("nan")}, "rate: Input should be a finite number, not nan"),
         ({"rate": 1, "inner": {"size": 3}}, "inner: size must be even, not 3"),
         ({"rate": 1, "inner": {"size": 0}}, "inner: size: Input should be greater than 0, not 0"),
         ({"rate": 1, "inner": {"sise": 2}}, "inner: Inner has no field 'sise', did you mean size?"),

@@ -14,6 +14,25 @@ from fd_interp.measures._precision import at_least_single
 
 LEAST_LIFT = 1e-6
 """Attention lifts are clipped here before their logarithm is taken."""
+RARE_SHARE = 0.5
+"""Share of the tokens that are not frequent, the rarest first, that counts as rare on a chain."""
+
+
+def frequent_tokens(frequencies: Float[Tensor, " vocab"], count: int) -> Bool[Tensor, " vocab"]:
+    """Which tokens are the `count` most frequent ones."""
+    chosen = torch.zeros(len(frequencies), dtype=torch.bool, device=frequencies.device)
+    chosen[frequencies.argsort(descending=True, stable=True)[:count]] = True
+    return chosen
+
+
+def rare_tokens(frequencies: Float[Tensor, " vocab"], frequent: int, fraction: float) -> Bool[Tensor, " vocab"]:
+    """Which tokens are rare: a fraction of those that occur beside the `frequent` most frequent ones, the rarest first.
+
+    The fraction is rounded to whole tokens, upwards at a half.
+    """
+    others = int((frequencies > 0).sum()) - frequent
+    common = others - int(fraction * others + 0.5)
+    return (frequencies > 0) & ~frequent_tokens(frequencies, frequent + common)
 
 
 def attention_entropy(

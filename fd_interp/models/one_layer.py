@@ -52,12 +52,13 @@ def one_layer_logits(
     n_heads = len(weights.W_Q)
     embed = tap("hook_embed", _embed(tokens, weights.W_E))
     resid_pre = tap("blocks.0.hook_resid_pre", embed)
-    q = tap(ATTENTION + "hook_q", _to_heads(resid_pre[:, queries], weights.W_Q))
-    k = tap(ATTENTION + "hook_k", _to_heads(resid_pre, weights.W_K))
-    v = tap(ATTENTION + "hook_v", _values(resid_pre, weights.W_V, n_heads))
+    x = resid_pre.unsqueeze(2)  # b p 1 m
+    q = tap(ATTENTION + "hook_q", _to_heads(x[:, queries], weights.W_Q))
+    k = tap(ATTENTION + "hook_k", _to_heads(x, weights.W_K))
+    v = tap(ATTENTION + "hook_v", x.expand(-1, -1, n_heads, -1) if weights.W_V is None else _to_heads(x, weights.W_V))
 
     scores = _scores(_merged(q), _merged(k), mask[queries], attn_scale)
-    scores = tap(ATTENTION + "hook_attn_scores", scores.view(-1, n_heads, *scores.shape[1:]))
+    scores = tap(ATTENTION + "hook_attn_scores", scores.view(len(tokens), n_heads, *scores.shape[1:]))
     pattern = tap(ATTENTION + "hook_pattern", scores.softmax(dim=-1))
     z = tap(ATTENTION + "hook_z", _split(torch.bmm(pattern.flatten(0, 1), _merged(v)), n_heads))
     attn_out = tap("blocks.0.hook_attn_out", _from_heads(z, weights.W_O))
@@ -71,26 +72,18 @@ def _embed(
     """On a CPU by `index_select`, whose gradient takes a third of the time; on CUDA that sums in no fixed order."""
     if W_E.is_cuda:
         return functional.embedding(tokens, W_E)
-    return W_E.index_select(0, tokens.flatten()).view(*tokens.shape, -1)
+    return W_E.index_select(0, tokens.flatten()).view(*tokens.shape, W_E.shape[1])
 
 
-# In a model this small a view takes as long as a product, so each of these spares one head the views of several.
+# In a model this small a view takes as long as a product, so these spare one head the views of several.
 
 
 def _to_heads(
-    x: Float[Tensor, "batch position d_model"], weight: Float[Tensor, "head d_model d_head"]
+    x: Float[Tensor, "batch position 1 d_model"], weight: Float[Tensor, "head d_model d_head"]
 ) -> Float[Tensor, "batch position head d_head"]:
     if len(weight) == 1:
-        return torch.matmul(x, weight.squeeze(0)).unsqueeze(2)
-    return torch.matmul(x, weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1))
-
-
-def _values(
-    x: Float[Tensor, "batch position d_model"], W_V: Float[Tensor, "head d_model d_head"] | None, n_heads: int
-) -> Float[Tensor, "batch position head d_head"]:
-    if W_V is not None:
-        return _to_heads(x, W_V)
-    return x.unsqueeze(2) if n_heads == 1 else x.unsqueeze(2).expand(-1, -1, n_heads, -1)
+        return torch.matmul(x, weight.squeeze(0))
+    return torch.matmul(x, weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1)).squeeze(2)
 
 
 def _merged(x: Float[Tensor, "batch position head d_head"]) -> Float[Tensor, "batch_and_head position d_head"]:

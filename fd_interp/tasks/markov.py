@@ -41,7 +41,7 @@ class MarkovChain(Frozen):
             raise InputError(f"pi must have at least two tokens, not {d_vocab}")
         if not min(self.pi) > 0:
             raise InputError(f"pi must be positive everywhere, but pi[{self.pi.index(min(self.pi))}] is {min(self.pi)}")
-        if not abs(sum(self.pi) - 1) <= TOLERANCE:
+        if abs(sum(self.pi) - 1) > TOLERANCE:
             raise InputError(f"pi must sum to one, not {sum(self.pi):.6g}")
         lowest = -1 / (d_vocab - 1)
         if not lowest - TOLERANCE <= self.persistence < 1:
@@ -143,7 +143,7 @@ def _check_stochastic(rows: tuple[tuple[float, ...], ...], pi: tuple[float, ...]
     if len(rows) != d_vocab or any(len(row) != d_vocab for row in rows):
         raise InputError(f"redraw must be a {d_vocab} x {d_vocab} matrix, as long as pi")
     for index, row in enumerate(rows):
-        if not (min(row) >= 0 and abs(sum(row) - 1) <= TOLERANCE):
+        if min(row) < 0 or abs(sum(row) - 1) > TOLERANCE:
             raise InputError(f"redraw must have rows of probabilities that sum to one, but row {index} is {row}")
     for token in range(d_vocab):
         arriving = sum(pi[source] * rows[source][token] for source in range(d_vocab))

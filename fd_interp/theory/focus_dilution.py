@@ -17,7 +17,7 @@ from scipy.integrate import solve_ivp
 from scipy.special import softmax, xlogy
 
 from fd_interp.config import InputError
-from fd_interp.measures import condensation, redistribution
+from fd_interp.measures import condensation, focus, redistribution
 from fd_interp.tasks.markov import MarkovChain
 
 PER_HEAD = ("layer", "head")
@@ -282,7 +282,7 @@ def _of_attention(
 ) -> dict[str, tuple[tuple[str, ...], Array]]:
     pi = chain.token_frequencies().numpy()
     top = int(pi.argmax())
-    rare = pi * (np.arange(len(pi)) != top)
+    rare = pi * focus.rare_tokens(chain.token_frequencies(), frequent=1, fraction=focus.RARE_SHARE).numpy()
     by_query = attention[..., top] / pi[top]
     lift = np.log(np.clip(pi @ attention / pi, 1e-6, None))
     centred = np.log(pi) - pi @ np.log(pi)

@@ -116,6 +116,7 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     """
     directory = Path(directory)
     # Everything that can be refused is looked at before the directory is touched; a text is read here.
+    run.check_device()
     run.task.token_frequencies()
     model = new_model(run)
     parameters = trained(run.model, model)
@@ -124,7 +125,8 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     claim_directory(directory, run)
     losses = restore(directory, model, optimizer, parameters)
     if not losses:
-        keep(0)
+        with torch_threads(run.threads):
+            keep(0)
 
     kept = set(run.kept_steps())
     saved_at = time.monotonic()
@@ -222,10 +224,21 @@ def restore(
     tensors = read_tensors(file)
     with safe_open(file, "pt") as opened:
         step = int(opened.metadata()["step"])
+    losses = _losses_until(step, directory / LOSSES_FILE)
     lens.load_weights(model, _under("weights/", tensors))
     for name, parameter in parameters.items():
         optimizer.state[parameter].update(_under(f"optimizer/{name}/", tensors))
-    return pd.read_parquet(directory / LOSSES_FILE)["loss"].tolist()[:step]
+    return losses
+
+
+def _losses_until(step: int, file: Path) -> list[float]:
+    try:
+        losses = pd.read_parquet(file)["loss"].tolist()[:step]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{file} cannot be read ({str(error).splitlines()[0]})") from None
+    if len(losses) < step:
+        raise InputError(f"{file} ends at step {len(losses)}, before step {step} of {STATE_FILE}")
+    return losses
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fd_interp.config import Frozen, InputError
 from fd_interp.models.config import ModelConfig
@@ -104,14 +104,13 @@ class Run(Frozen):
     threads: PositiveInt = 1
     """Threads that torch uses: small models are fastest with one, and the last bits depend on the number."""
 
-    @model_validator(mode="after")
-    def _device_exists(self) -> "Run":
+    def check_device(self) -> None:
+        """Raises an InputError where this machine cannot train it; what was trained elsewhere is read on any."""
         try:
             torch.zeros((), device=self.device).item()
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"device '{self.device}' is not usable here ({reason}); cpu always is") from None
-        return self
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -139,8 +140,8 @@ def read_run(directory: Path) -> Run:
         raise InputError(f"{directory} is not a run directory: it has no {RUN_FILE}")
     try:
         return Run(**json.loads(file.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file} is not valid JSON ({error})") from None
+    except (ValueError, TypeError, OSError) as error:
+        raise InputError(f"{file} does not hold a run: {error}") from None
 
 
 def claim_directory(directory: Path, run: Run) -> None:
@@ -152,13 +153,18 @@ def claim_directory(directory: Path, run: Run) -> None:
             raise InputError(
                 f"{directory} already holds another run (it differs in {differing}); choose a new directory"
             )
-        for left_by_a_kill in directory.rglob(f".*{PARTIAL}"):
-            left_by_a_kill.unlink()
-        return
-    if directory.exists() and any(directory.iterdir()):
-        raise InputError(f"{directory} is not empty and holds no run; choose a new directory")
-    with atomic(directory / RUN_FILE) as file:
-        file.write_text(run.model_dump_json(indent=2), encoding="utf-8")
+    else:
+        if directory.exists() and not _is_free(directory):
+            raise InputError(f"{directory} is not an empty directory and holds no run; choose a new directory")
+        with atomic(directory / RUN_FILE) as file:
+            file.write_text(run.model_dump_json(indent=2), encoding="utf-8")
+    for left_by_a_kill in directory.rglob(f".*{PARTIAL}"):
+        left_by_a_kill.unlink()
+
+
+def _is_free(directory: Path) -> bool:
+    """Whether it holds nothing but what a kill may have left of this function's own writing."""
+    return directory.is_dir() and all(file.match(f".{RUN_FILE}.*{PARTIAL}") for file in directory.iterdir())
 
 
 def _differences(left: object, right: object, path: str = "") -> Iterator[str]:
@@ -179,18 +185,21 @@ def atomic(file: Path) -> Iterator[Path]:
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(file)
-    except OSError as error:
-        raise InputError(
-            f"{file} could not be written ({error.strerror or error}); what was kept before is whole"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error).splitlines()[0]
+        raise InputError(f"{file} could not be written ({reason}); what was kept before is whole") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where there is no such folder, there is nothing to remove
+            partial.unlink()
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    """One safetensors file, atomically."""
+    """One safetensors file, atomically; tensors may be views of the same memory."""
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
     with atomic(file) as partial:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        save_file(copies, partial, metadata)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

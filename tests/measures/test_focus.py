@@ -15,7 +15,9 @@ from fd_interp.measures.focus import (
     focus_ratio,
     focus_ratio_by_query,
     frequency_slope,
+    frequent_tokens,
     is_causal,
+    rare_tokens,
     self_focus,
     visible_share,
 )
@@ -357,3 +359,21 @@ def test_half_precision_sums_do_not_overflow_or_stall(dtype: torch.dtype):
     assert by_query.flatten().tolist() == pytest.approx([1, 1], abs=1e-2)
     assert attention_lift(pattern, queries, tokens, 2).flatten().tolist() == pytest.approx([1, 1], abs=1e-2)
     assert self_focus(pattern, queries, tokens).item() == pytest.approx(1, abs=1e-2)
+
+
+def test_frequent_and_rare_tokens_by_hand():
+    frequencies = torch.tensor([0.1, 0.4, 0.0, 0.2, 0.25, 0.05])
+    assert frequent_tokens(frequencies, 2).tolist() == [False, True, False, False, True, False]
+    # Beside token 1 there are four that occur; half of them, the rarest, are 5 and 0. Token 2 does not occur.
+    assert rare_tokens(frequencies, 1, 0.5).nonzero().flatten().tolist() == [0, 5]
+    assert rare_tokens(frequencies, 1, 1.0).nonzero().flatten().tolist() == [0, 3, 4, 5]
+    # Of three others a half is rounded up to two.
+    assert rare_tokens(frequencies, 2, 0.5).nonzero().flatten().tolist() == [0, 5]
+    assert not rare_tokens(frequencies, 1, 0.0).any()
+
+
+@given(st.integers(0, 1000), st.integers(1, 5), st.floats(0, 1))
+def test_no_token_is_both_frequent_and_rare(seed: int, frequent: int, share: float):
+    frequencies = torch.rand(8, generator=torch.Generator().manual_seed(seed))
+    both = frequent_tokens(frequencies, frequent) & rare_tokens(frequencies, frequent, share)
+    assert not both.any()

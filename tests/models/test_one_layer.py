@@ -239,9 +239,9 @@ def test_an_ensemble_under_vmap_equals_a_loop_over_its_seeds(config: OneLayer, q
     def loss(weights: OneLayerWeights) -> Tensor:
         return functional_logits(weights, config.attn_scale, queries).square().mean()
 
-    logits = torch.func.vmap(
-        lambda weights: functional_logits(weights, config.attn_scale, queries), in_dims=(axes,)
-    )(stacked)
+    logits = torch.func.vmap(lambda weights: functional_logits(weights, config.attn_scale, queries), in_dims=(axes,))(
+        stacked
+    )
     losses = torch.func.vmap(loss, in_dims=(axes,))(stacked)
     slopes = torch.func.vmap(torch.func.grad(lambda W_E, rest: loss(rest._replace(W_E=W_E))), in_dims=(0, axes))(
         stacked.W_E, stacked

@@ -240,10 +240,10 @@ BAD = {
     "sum": ({"pi": (0.5, 0.4)}, "pi must sum to one, not 0.9"),
     "zero": ({"pi": (0.5, 0.5, 0.0)}, "pi must be positive everywhere, but pi[2] is 0.0"),
     "negative": ({"pi": (1.2, -0.2)}, "pi must be positive everywhere, but pi[1] is -0.2"),
-    "nan": ({"pi": (0.5, math.nan)}, "pi must sum to one, not nan"),
+    "nan": ({"pi": (0.5, math.nan)}, "pi.1: Input should be a finite number, not nan"),
     "persistence one": ({"pi": HALF, "persistence": 1.0}, "persistence must be in [-1, 1) for 2 tokens, not 1.0"),
     "persistence low": ({"pi": (0.5, 0.3, 0.2), "persistence": -0.6}, "persistence must be in [-0.5, 1) for 3 tokens"),
-    "persistence nan": ({"pi": HALF, "persistence": math.nan}, "persistence must be in [-1, 1) for 2 tokens, not nan"),
+    "persistence nan": ({"pi": HALF, "persistence": math.nan}, "persistence: Input should be a finite number, not nan"),
     "negative transition": (
         {"pi": (0.9, 0.1), "persistence": -0.5},
         "persistence -0.5 makes a transition probability -0.35; take one nearer to zero, or a larger smallest pi",
@@ -252,7 +252,10 @@ BAD = {
     "ragged": ({"pi": HALF, "redraw": ((1.0, 0.0), (1.0,))}, "redraw must be a 2 x 2 matrix, as long as pi"),
     "row sum": ({"pi": HALF, "redraw": ((0.5, 0.5), (0.5, 0.6))}, "but row 1 is (0.5, 0.6)"),
     "row negative": ({"pi": HALF, "redraw": ((1.5, -0.5), (0.5, 0.5))}, "but row 0 is (1.5, -0.5)"),
-    "row nan": ({"pi": HALF, "redraw": ((math.nan, 0.5), (0.5, 0.5))}, "but row 0 is (nan, 0.5)"),
+    "row nan": (
+        {"pi": HALF, "redraw": ((math.nan, 0.5), (0.5, 0.5))},
+        "redraw.0.0: Input should be a finite number, not nan",
+    ),
     "not stationary": (
         {"pi": (0.6, 0.4), "redraw": EVEN},
         "pi must be stationary for redraw, but pi[0] is 0.6 and its inflow 0.5",

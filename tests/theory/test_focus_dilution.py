@@ -353,7 +353,7 @@ def test_attention_is_measured_as_on_a_context_that_holds_each_token_as_often_as
     every, keys, pi = torch.ones_like(tokens, dtype=torch.bool), tokens == 1, chain.token_frequencies()
     measured = {
         "focus_ratio": measures.focus_ratio(pattern, keys, every),
-        "focus_ratio_rare": measures.focus_ratio(pattern, keys, every & ~keys),
+        "focus_ratio_rare": measures.focus_ratio(pattern, keys, every & (tokens >= 2)),
         "focus_ratio_by_query": measures.focus_ratio_by_query(pattern, keys, every, tokens, 4),
         "self_focus": measures.self_focus(pattern, every, tokens),
         "frequency_slope": measures.frequency_slope(pattern, every, tokens, pi),

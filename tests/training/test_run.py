@@ -51,7 +51,7 @@ def test_what_is_not_default_survives_json_too(small_run: Run) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (("sead",), "Run has no field 'sead', did you mean seed?"),
+        (("sead",), "Run has no field 'sead', did you mean seed"),
         (("task", "persistance"), "has no field 'persistance', did you mean persistence?"),
         (("model", "d_modle"), "has no field 'd_modle', did you mean d_model"),
         (("training", "step"), "has no field 'step', did you mean steps?"),
@@ -101,10 +101,12 @@ def test_what_cannot_be_trained_is_refused(make, message: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "", "meta"])
-def test_a_device_that_cannot_be_used_is_refused(device: str) -> None:
+def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
+    run = setting("focus-dilution").model_copy(update={"device": device})  # its series can still be looked at
     with pytest.raises(InputError, match=f"device '{device}' is not usable here .*; cpu always is") as caught:
-        setting("focus-dilution").model_copy(update={"device": device})
+        run.check_device()
     assert "\n" not in str(caught.value)
+    setting("focus-dilution").check_device()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Cycle(NamedTuple):
     """Where the focus ratio first leaves [0.9, 1.1], and +1 for focus, -1 for anti-focus."""
     focus_peak: int | None
     diluting: int | None
-    """Rare queries fall below their share after having been focused."""
+    """Rare queries fall clearly below their share after having been focused."""
     diluted: int | None
     new_direction: int | None
 
@@ -41,7 +41,7 @@ def cycle(trace: Trace) -> Cycle:
     departed = first_departure(head.focus_ratio, UNFOCUSED, FOCUSED, condensed)
     focused = departed[0] if departed and departed[1] > 0 else None
     rare_peak = step_of_maximum(head.focus_ratio_rare, condensed)
-    diluting = first_step(head.focus_ratio_rare < 1, _later(focused, rare_peak))
+    diluting = first_step(head.focus_ratio_rare < UNFOCUSED, _later(focused, rare_peak))
     most_condensed = None if condensed is None else step_of_maximum(trace.W_E_top_share)
     return Cycle(
         condensed=condensed,
@@ -104,9 +104,10 @@ def _seen_focus(head: Trace, events: Cycle) -> str:
 def _seen_dilution(head: Trace, events: Cycle) -> str:
     rare = head.focus_ratio_rare
     if events.diluting is None:
-        return "rare queries did not fall below their share"
+        return f"rare queries did not fall below {UNFOCUSED} of their share"
     reached = "" if events.diluted is None else f", below {DILUTED} at step {events.diluted}"
-    return f"rare queries below their share at step {events.diluting}{reached}, at least {float(rare.min()):.2f}"
+    below = f"rare queries below {UNFOCUSED} of their share at step {events.diluting}{reached}"
+    return f"{below}, at least {float(rare.min()):.2f}"
 
 
 def _seen_directions(trace: Trace, events: Cycle) -> str:

@@ -78,16 +78,18 @@ def rate_claims(run: Run) -> list[Claim]:
     if descent is None:
         return []
     chain, lr, attn_scale = descent
-    focus_rate = theory.focus_rate(chain, attn_scale=attn_scale)
+    c = theory.focus_rate(chain, attn_scale=attn_scale)
     return [
-        _rate_claim("condensation", "|pi| |pi - u|", theory.condensation_rate(chain), lr, condensation_growth),
-        _rate_claim("focus", "c", focus_rate, lr, focus_growth),
+        _rate_claim("condensation", "|pi| |pi - u|", theory.condensation_rate(chain), lr, condensation_rate),
+        _rate_claim("focus", "c", c, lr, focus_rate),
     ]
 
 
-def _rate_claim(stage: str, formula: str, closed_form: float, lr: float, growth: Callable[[Trace], float]) -> Claim:
+def _rate_claim(
+    stage: str, formula: str, closed_form: float, lr: float, rate_of: Callable[[Trace, float], float]
+) -> Claim:
     def check(evidence: Evidence) -> Finding:
-        rate = growth(evidence.trace) / lr
+        rate = rate_of(evidence.trace, lr)
         return Finding(abs(rate - closed_form) < TOLERANCE * abs(closed_form), {"rate": rate})
 
     return Claim(
@@ -99,19 +101,15 @@ def _rate_claim(stage: str, formula: str, closed_form: float, lr: float, growth:
     )
 
 
-def condensation_growth(trace: Trace) -> float:
-    """Growth per step of `alpha`'s part of W_E and W_U while the loss is still that of the origin."""
-    grown = trace.condensing.values / trace.condensing.values[0]
-    return _log_slope(trace.step.values, trace.condensing.values, (grown > 3) & (grown < 30))
+def condensation_rate(trace: Trace, lr: float) -> float:
+    """Growth rate of alpha's part of W_E and W_U while the loss is still that of the origin."""
+    start = float(trace.condensing[0])
+    return theory.growth_rate(trace.step.values, trace.condensing.values, lr=lr, between=(3 * start, 30 * start))
 
 
-def focus_growth(trace: Trace) -> float:
-    """Growth per step of `alpha`'s part of W_Q + W_K at the condensed saddle, before attention has moved."""
+def focus_rate(trace: Trace, lr: float) -> float:
+    """Growth rate of alpha's part of W_Q + W_K at the condensed saddle, before attention has moved."""
     still = np.abs(trace.focus_ratio.values.squeeze() - 1) < 0.01
     resting = (np.abs(trace.excess_over_unigram.values) < 0.005) & still
-    late = resting & (trace.step.values > np.median(trace.step.values[resting], axis=0))
-    return _log_slope(trace.step.values, trace.focusing.values, late)
-
-
-def _log_slope(steps: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> float:
-    return float(np.polyfit(steps[chosen], np.log(values[chosen]), 1)[0]) if chosen.sum() > 2 else float("nan")
+    late = resting & (trace.step.values > np.median(trace.step.values[resting]))
+    return theory.growth_rate(trace.step.values[late], trace.focusing.values[late], lr=lr, between=(0, np.inf))

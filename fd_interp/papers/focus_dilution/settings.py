@@ -18,8 +18,8 @@ from fd_interp.tasks.markov import MarkovChain
 from fd_interp.tasks.text import TextCorpus
 from fd_interp.training.run import SGD, AdamW, Keep, LogSpaced, Run, Training
 
-FREQUENT_TOKENS_OF_TEXT = 10
-"""On text the focus ratio is that of so many most frequent tokens; on a chain, of the most frequent one."""
+FOCUS_ON_TEXT = frequency_focus(top=10, rare=1.0)
+"""On text the ten most frequent tokens count as frequent, and all others as rare."""
 
 
 def _chain(task: MarkovChain, *, steps: int, batch_size: int) -> Run:
@@ -71,7 +71,7 @@ def probes(run: Run) -> list[Probe]:
     loss_on = run.training.loss_on
     return [
         EMBEDDING_CONDENSATION,
-        frequency_focus(FREQUENT_TOKENS_OF_TEXT if isinstance(run.task, TextCorpus) else 1),
+        FOCUS_ON_TEXT if isinstance(run.task, TextCorpus) else frequency_focus(top=1),
         REDISTRIBUTION,
         held_out_loss(loss_on),
         excess_loss(run.task, loss_on),
@@ -80,7 +80,7 @@ def probes(run: Run) -> list[Probe]:
 
 def probes_of_text() -> list[Probe]:
     """What is measured on any language model, of which no run is known."""
-    return [EMBEDDING_CONDENSATION, frequency_focus(FREQUENT_TOKENS_OF_TEXT), REDISTRIBUTION, held_out_loss()]
+    return [EMBEDDING_CONDENSATION, FOCUS_ON_TEXT, REDISTRIBUTION, held_out_loss()]
 
 
 def claims_about(run: Run) -> tuple[Claim, ...]:
