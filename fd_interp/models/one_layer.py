@@ -49,7 +49,7 @@ def one_layer_logits(
         attn_scale: scores are divided by it.
         tap: called with every hook's name and activation.
     """
-    n_heads = len(weights.W_Q)
+    n_heads = weights.W_Q.shape[0]
     embed = tap("hook_embed", _embed(tokens, weights.W_E))
     resid_pre = tap("blocks.0.hook_resid_pre", embed)
     x = resid_pre.unsqueeze(2)  # b p 1 m
@@ -58,7 +58,7 @@ def one_layer_logits(
     v = tap(ATTENTION + "hook_v", x.expand(-1, -1, n_heads, -1) if weights.W_V is None else _to_heads(x, weights.W_V))
 
     scores = _scores(_merged(q), _merged(k), mask[queries], attn_scale)
-    scores = tap(ATTENTION + "hook_attn_scores", scores.view(len(tokens), n_heads, *scores.shape[1:]))
+    scores = tap(ATTENTION + "hook_attn_scores", scores.view(tokens.shape[0], n_heads, *scores.shape[1:]))
     pattern = tap(ATTENTION + "hook_pattern", scores.softmax(dim=-1))
     z = tap(ATTENTION + "hook_z", _split(torch.bmm(pattern.flatten(0, 1), _merged(v)), n_heads))
     attn_out = tap("blocks.0.hook_attn_out", _from_heads(z, weights.W_O))
@@ -81,9 +81,10 @@ def _embed(
 def _to_heads(
     x: Float[Tensor, "batch position 1 d_model"], weight: Float[Tensor, "head d_model d_head"]
 ) -> Float[Tensor, "batch position head d_head"]:
-    if len(weight) == 1:
+    n_heads = weight.shape[0]
+    if n_heads == 1:
         return torch.matmul(x, weight.squeeze(0))
-    return torch.matmul(x, weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1)).squeeze(2)
+    return torch.matmul(x, weight.transpose(0, 1).flatten(1)).unflatten(-1, (n_heads, -1)).squeeze(2)
 
 
 def _merged(x: Float[Tensor, "batch position head d_head"]) -> Float[Tensor, "batch_and_head position d_head"]:
@@ -182,7 +183,10 @@ class OneLayerAttention(HookedRootModule):
 
     def _tap(self, name: str, value: Tensor) -> Tensor:
         """What a hook returns may broadcast to what it replaces, as in TransformerLens."""
-        edited = self.hook_dict[name](value)
+        point = self.hook_dict[name]
+        if not (point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks):
+            return value  # calling ten points that nobody listens at takes a thirtieth of a training step
+        edited = point(value)
         return edited if edited is value else edited.expand_as(value)
 
     def matrices(self) -> OneLayerWeights:

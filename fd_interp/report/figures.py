@@ -142,7 +142,7 @@ def one_head(trace: Trace, layer: int = 0, head: int = 0) -> Trace:
 
 def to_html(figure: go.Figure) -> str:
     """A fragment for a page that holds plotly.js once."""
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
 
 
 def _line(curve: Curve, trace: Trace, colour: str, *, strong: bool = False, dash: str = "solid") -> go.Scatter:
@@ -171,8 +171,16 @@ def _shade(figure: go.Figure, stages: Sequence[Stage]) -> None:
             fillcolor=SHADES[number % len(SHADES)],
             layer="below",
             line_width=0,
-            annotation={"text": stage.name.split()[0], "font": {"size": 10, "color": "#888"}},
-            annotation_position="top left",
+        )
+        figure.add_annotation(
+            x=np.log10(max(stage.start, 1)),  # annotations of a logarithmic axis are placed by exponent
+            y=1,
+            yref="paper",
+            text=stage.name.split()[0],
+            showarrow=False,
+            xanchor="left",
+            yanchor="top",
+            font={"size": 10, "color": "#888"},
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 from jinja2 import Environment, FileSystemLoader
@@ -61,6 +61,7 @@ def report_page(report: Report) -> str:
         controls=controls,
         holding=sum(verdict.holds for verdict in claims),
         failing_as_they_must=sum(verdict.holds for verdict in controls),
+        glances=[_glance("claim", claims), _glance("control", controls)],
         sections=[
             {
                 "section": section,
@@ -72,6 +73,33 @@ def report_page(report: Report) -> str:
         ],
         scripts=[Markup(attention.plotly_script()), *([Markup(attention.bundle_script())] if any(views) else [])],
     )
+
+
+class Glance(NamedTuple):
+    """Verdicts as a matrix: what is judged down, where across."""
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[str, str, list[Verdict | None]]]
+    """Name, statement, and a verdict for each column; None where it was not judged."""
+
+
+def _glance(title: str, verdicts: Sequence[Verdict]) -> Glance:
+    """Ids are `case/limit/claim`: claims go down and cases across; of controls, cases with their claim go down."""
+    down = {(_row(verdict), verdict.control or verdict.statement): None for verdict in verdicts}
+    across = list({_column(verdict): None for verdict in verdicts})
+    found = {(_row(verdict), _column(verdict)): verdict for verdict in verdicts}
+    return Glance(title, across, [(row, text, [found.get((row, at)) for at in across]) for row, text in down])
+
+
+def _row(verdict: Verdict) -> str:
+    *where, claim = verdict.id.split("/")
+    return claim if verdict.control is None else f"{where[0]}: {claim}"
+
+
+def _column(verdict: Verdict) -> str:
+    *where, _ = verdict.id.split("/")
+    return " ".join(where) if verdict.control is None else " ".join(where[1:]) or "model"
 
 
 @lru_cache

@@ -31,8 +31,8 @@ def _focus(evidence: Evidence) -> Finding:
     events, head = cycle(evidence.trace), most_focused_head(evidence.trace)
     departed = events.departed
     numbers = {
-        "departs at": departed and departed[0],
-        "upwards (1) or downwards (-1)": departed and departed[1],
+        "departure": departed and departed[0],
+        "direction (1 up, -1 down)": departed and departed[1],
         "highest focus ratio": float(head.focus_ratio.max()),
         "lowest": float(head.focus_ratio.min()),
     }
