@@ -1,6 +1,6 @@
 """From a series of snapshots to a trace: named measurements with labelled axes, one row per step."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -85,11 +85,17 @@ def observe(
 
     Args:
         batch: sequences to run on; None takes the series' own held-out batch.
+
+    Raises:
+        InputError: two probes measure the same variable; a probe names a hook that does not exist, or measures other
+            variables or axes than it declares; or the series changes shape.
     """
+    variables = _declared(probes)
     batch = series.inputs.held_out if batch is None else batch
     model = series.build()
     wanted = {hook for probe in probes for hook in probe.hooks}
-    hooks = lens.resolve_hooks(model, sorted(wanted - {LOGITS}))
+    asked = lens.resolve_hooks(model, sorted(wanted - {LOGITS}))
+    hooks = [hook for hook in lens.hook_names(model) if hook in asked]  # in the order of the layers
     rows: list[dict[str, np.ndarray]] = []
     first = previous = None
     threads = series.run.threads if series.run else torch.get_num_threads()
@@ -101,7 +107,17 @@ def observe(
             seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies)
             rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
             previous = weights
-    return _trace(series, probes, rows)
+    return _trace(series, variables, rows)
+
+
+def _declared(probes: Sequence[Probe]) -> dict[str, Variable]:
+    owner: dict[str, str] = {}
+    for probe in probes:
+        for name in probe.variables:
+            if name in owner:
+                raise InputError(f"probes {owner[name]} and {probe.name} both measure {name}; observe them apart")
+            owner[name] = probe.name
+    return {name: variable for probe in probes for name, variable in probe.variables.items()}
 
 
 def _run(model: lens.Model, weights: lens.Weights, hooks: list[str], batch: Batch) -> dict[str, Tensor]:
@@ -122,11 +138,14 @@ def _measured(probe: Probe, seen: Observation) -> dict[str, np.ndarray]:
     values = probe.measure(seen)
     if values.keys() != probe.variables.keys():
         raise InputError(f"probe {probe.name} declares {sorted(probe.variables)} but measured {sorted(values)}")
+    for name, value in values.items():
+        if value.ndim != len(dims := probe.variables[name].dims):
+            shape = tuple(value.shape)
+            raise InputError(f"probe {probe.name} declares {name} with the axes {dims} but measured shape {shape}")
     return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in values.items()}
 
 
-def _trace(series: Series, probes: Iterable[Probe], rows: list[dict[str, np.ndarray]]) -> Trace:
-    variables = {name: variable for probe in probes for name, variable in probe.variables.items()}
+def _trace(series: Series, variables: Mapping[str, Variable], rows: list[dict[str, np.ndarray]]) -> Trace:
     trace = xr.Dataset(
         {
             name: (("step", *variable.dims), np.stack([row[name] for row in rows]), _attributes(variable))

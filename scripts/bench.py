@@ -125,18 +125,29 @@ def our_step(run: Run, batch: Batch) -> Callable[[], None]:
     return training_step(make_optimizer(run, trained(run.model, model)), lambda: batch_loss(run, model, batch))
 
 
-def plain_step(run: Run, batch: Batch) -> Callable[[], None]:
-    """A step of the same maths in plain PyTorch, with the same optimizer."""
+def plain_model(run: Run) -> PlainAttention:
+    """The run's model in plain PyTorch."""
     assert isinstance(run.model, OneLayer)
     kind = PlainLastAttention if run.training.loss_on == "last" else PlainAttention
-    model = kind(run.task.d_vocab, run.task.n_ctx, run.model.d_model, run.model.d_head, run.model.std)
+    return kind(run.task.d_vocab, run.task.n_ctx, run.model.d_model, run.model.d_head, run.model.std)
+
+
+def plain_step(run: Run, batch: Batch) -> Callable[[], None]:
+    """A step of the same maths in plain PyTorch, with the same optimizer."""
+    model = plain_model(run)
     optimizer = make_optimizer(run, dict(model.named_parameters()))
     return training_step(optimizer, lambda: loss_of(run, model(batch.tokens), batch.targets))
 
 
-HELD: dict[str, Hold] = {"W_V": "identity", "W_O": "identity"} | dict.fromkeys(
-    ("W_pos", "b_Q", "b_K", "b_V", "b_O"), "zero"
-)
+HELD: dict[str, Hold] = {
+    "W_V": "identity",
+    "W_O": "identity",
+    "W_pos": "zero",
+    "b_Q": "zero",
+    "b_K": "zero",
+    "b_V": "zero",
+    "b_O": "zero",
+}
 """What TransformerLens' models have and the paper's has not: held fixed, so that both train the same matrices."""
 
 
@@ -212,8 +223,8 @@ def starting(rounds: int) -> list[Row]:
 
 def peak_memory() -> float:
     """Largest resident set of this process so far, in MiB."""
-    kibibyte = 2**10 if sys.platform == "darwin" else 1
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / kibibyte / 2**10
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def measured(rounds: int) -> dict[str, Any]:

@@ -172,8 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    arguments, overrides = _parser().parse_known_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reproduces what the command line names; see the exit statuses above."""
+    arguments, overrides = _parser().parse_known_args(argv)
     arguments.out = arguments.out or Path("runs") / arguments.setting
     begun = time.monotonic()
     try:

@@ -1,6 +1,7 @@
 """Focus and dilution (arXiv 2605.01199): one layer of attention condenses, focuses, dilutes, and starts again."""
 
 from fd_interp.papers.focus_dilution.claims import PAPER as PAPER
+from fd_interp.papers.focus_dilution.cycle import cycle as cycle
 from fd_interp.papers.focus_dilution.cycle import stages as stages
 from fd_interp.papers.focus_dilution.panels import panels as panels
 from fd_interp.papers.focus_dilution.population import predicted as predicted

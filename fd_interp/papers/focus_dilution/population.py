@@ -112,4 +112,4 @@ def focus_rate(trace: Trace, lr: float) -> float:
     still = np.abs(trace.focus_ratio.values.squeeze() - 1) < 0.01
     resting = (np.abs(trace.excess_over_unigram.values) < 0.005) & still
     late = resting & (trace.step.values > np.median(trace.step.values[resting]))
-    return theory.growth_rate(trace.step.values[late], trace.focusing.values[late], lr=lr, between=(0, np.inf))
+    return theory.growth_rate(trace.step.values[late], trace.focusing.values[late], lr=lr, between=(0.0, np.inf))

@@ -102,6 +102,11 @@ class Control:
     """Whether the claim must fail in a finite context too."""
 
 
+def _at_most(training: Training, steps: int) -> Training:
+    """A residual stream needs no more steps than that to reach the bigram, and its steps cost more."""
+    return training.model_copy(update={"steps": min(training.steps, steps)})
+
+
 def controls(base: Run) -> list[Control]:
     """What must not show the cycle, each made from the base run by taking one thing away."""
     task = base.task
@@ -135,7 +140,7 @@ def controls(base: Run) -> list[Control]:
         Control(
             "residual",
             "the standard transformer, whose residual stream learns the bigram directly",
-            changed(TRANSFORMER, task=task, seed=base.seed),
+            changed(base, model=TRANSFORMER.model, training=_at_most(base.training, TRANSFORMER.training.steps)),
             (claims.FOCUS, claims.DILUTION),
             in_population=False,
         ),

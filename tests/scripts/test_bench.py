@@ -1,0 +1,120 @@
+import importlib.util
+import json
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from math import isfinite
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(bench: ModuleType) -> dict[str, Any]:
+    """The whole benchmark once, with the fewest rounds: its times mean nothing here."""
+    printed = StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["bench.py", "--rounds", "1", "--json"])
+        assert bench.main() == 0
+    return json.loads(printed.getvalue())
+
+
+def test_every_row_says_what_is_compared_with_what(results: dict[str, Any]):
+    names = [row["name"] for row in results["rows"]]
+    assert len(names) == len(set(names))
+    for ours in ("training step, loss on last", "training step, loss on all"):
+        for theirs in ("plain PyTorch", "TransformerLens' own model"):
+            assert f"{ours} / {theirs}" in names
+    others = ("observe", "keep a snapshot", "load a snapshot", "import fd_interp", "fd-interp --help")
+    assert all(sum(name.startswith(other) for name in names) == 1 for other in others)
+
+
+def test_every_row_has_a_ratio_and_the_verdict_on_it(results: dict[str, Any]):
+    for row in results["rows"]:
+        assert row.keys() == {"name", "seconds", "ratio", "target", "verdict"}
+        assert isfinite(row["ratio"])
+        assert min(row["ratio"], row["seconds"]) > 0
+        met = {True: "ok", False: "missed"}
+        assert row["verdict"] == ("" if row["target"] is None else met[row["ratio"] <= row["target"]])
+
+
+def test_it_says_with_what_it_was_measured(results: dict[str, Any]):
+    assert results["rounds"] == 1
+    assert {"python", "torch", "transformer-lens"} <= results["versions"].keys()
+    before, after = results["peak_memory_MiB"].values()
+    assert 50 < before <= after
+
+
+def test_the_table_has_a_line_for_each_row(bench: ModuleType, results: dict[str, Any], capsys: pytest.CaptureFixture):
+    bench.print_table(results)
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[1 : lines.index("")]
+    for row, line in zip(results["rows"], table, strict=True):
+        assert line.startswith(row["name"])
+        assert f" {row['ratio']:.2f} " in line
+    assert len({len(line) for line in table}) == 1
+
+
+@pytest.mark.parametrize(("ratio", "target", "verdict"), [(0.8, 0.8, "ok"), (0.81, 0.8, "missed"), (9.0, None, "")])
+def test_a_target_is_met_at_or_below_it(bench: ModuleType, ratio: float, target: float | None, verdict: str):
+    assert bench.Row("a / b", 1.0, ratio, target).verdict == verdict
+
+
+def test_contestants_take_turns_and_the_median_counts(bench: ModuleType):
+    now, called = [0.0], []
+    durations = {"slow": iter([100, 4, 4, 50, 2, 2]), "quick": iter([100, 1, 1, 1, 1, 70])}
+
+    def contestant(name: str):
+        def call() -> None:
+            called.append(name)
+            now[0] += next(durations[name])
+
+        return call
+
+    taken = bench.times({name: contestant(name) for name in durations}, 5, clock=lambda: now[0])
+    assert taken == {"slow": 4, "quick": 1}
+    assert called == ["slow", "quick"] * 6
+
+
+def test_several_calls_of_a_turn_are_divided(bench: ModuleType):
+    now = [0.0]
+
+    def call() -> None:
+        now[0] += 3
+
+    assert bench.times({"it": call}, 2, calls=7, clock=lambda: now[0]) == {"it": 3}
+
+
+def test_no_rounds_are_refused(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--rounds", "0"])
+    with pytest.raises(SystemExit) as refused:
+        bench.main()
+    assert refused.value.code == 2
+    assert "--rounds must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_both_implementations_compute_the_same_loss(bench: ModuleType):
+    for run in bench.POSITIONS.values():
+        batch = next(bench.batches(run))
+        plain = bench.plain_model(run)
+        ours = bench.new_model(run)
+        ours.embed.W_E.data = plain.embed.weight.data
+        ours.unembed.W_U.data = plain.W_U.data
+        for name in ("W_Q", "W_K"):
+            getattr(ours.blocks[0].attn, name).data = getattr(plain, name).data[None]
+        ratio = bench.batch_loss(run, ours, batch) / bench.loss_of(run, plain(batch.tokens), batch.targets)
+        assert ratio.item() == pytest.approx(1, abs=1e-6)

@@ -1,0 +1,83 @@
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce.py"
+SHORT = ["--seeds", "1", "--training.steps", "40", "--keep.held_out", "32", "--keep.at.count", "5"]
+
+
+class Done(NamedTuple):
+    """What a command leaves."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reproduce", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def reproduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    script = load()
+
+    def call(*arguments: str) -> Done:
+        returncode = script.main(arguments)
+        return Done(returncode, *capsys.readouterr())
+
+    return call
+
+
+def test_too_few_steps_show_no_cycle_and_the_exit_status_says_so(reproduce, tmp_path: Path):
+    done = reproduce("focus-dilution", *SHORT, "--json")
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() == {"setting", "seeds", "claims", "versions", "seconds"}
+    entry = {"id", "statement", "source", "expected", "measured", "holds", "control"}
+    assert all(verdict.keys() == entry for verdict in result["claims"])
+    holds = {verdict["id"]: verdict["holds"] for verdict in result["claims"]}
+    assert not holds["zipf-8/model/focus"]  # after 40 steps there cannot be any
+    assert holds["zipf-8/population/focus"]  # the flow is always followed to its end
+    controls = {verdict["id"].split("/")[0] for verdict in result["claims"] if verdict["control"]}
+    assert controls == {"persistence-0", "symmetric-low", "uniform", "frozen-attention", "residual", "anti-focus"}
+    page = (tmp_path / "runs" / "focus-dilution" / "report.html").read_text(encoding="utf-8")
+    assert "zipf-8" in page
+
+    again = reproduce("focus-dilution", "--seeds", "1", "--training.steps", "50")
+    assert again.returncode == 2
+    assert "already holds another run (it differs in" in again.stderr
+
+
+def test_text_is_reproduced_from_any_file(reproduce, tmp_path: Path):
+    words = "the cat saw a dog and the dog saw the cat near the old red house by the sea "
+    tales = (f"tale {number}: {words * 8}" for number in range(40))
+    (tmp_path / "tales.txt").write_text("<|endoftext|>".join(tales), encoding="utf-8")
+    options = ["--task.vocab", "270", "--training.steps", "20", "--keep.held_out", "16", "--keep.at.count", "4"]
+    done = reproduce("focus-dilution-text", "--text", "tales.txt", "--seeds", "1", *options, "--json")
+    assert done.returncode == 1, done.stderr
+    assert {verdict["id"] for verdict in json.loads(done.stdout)["claims"]} >= {"tales/focus", "tales-frozen/focus"}
+
+
+def test_bad_input_is_one_sentence(reproduce):
+    for arguments, sentence in (
+        (["focus-dilution", "--seeds", "0"], "--seeds must be at least 1, not 0"),
+        (["focus-dilution-text"], "needs --text"),
+        (["focus-dilution-text", "--text", "absent.txt"], "absent.txt"),
+        (["focus-dilution", "--task.pi", "0.5", "0.6"], "pi must sum to one"),
+    ):
+        done = reproduce(*arguments)
+        assert done.returncode == 2, done.stderr
+        assert sentence in done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
