@@ -42,5 +42,6 @@ print(trace.focus_ratio.to_dataframe().unstack(["layer", "head"]).round(3))
 # The measures themselves take tensors, so they work on a cache that you already have.
 hook = "blocks.1.attn.hook_pattern"
 pattern = lens.run_and_cache(model, held_out[:, :-1], [hook]).activations[hook]
-everywhere = torch.ones_like(held_out[:, :-1], dtype=torch.bool)
-print("self-focus of layer 1:", focus.self_focus(pattern, everywhere, held_out[:, :-1]))
+tokens = held_out[:, :-1]
+attention = focus.attention_by_token(pattern, tokens, queries=torch.ones_like(tokens, dtype=torch.bool), d_vocab=8)
+print("self-focus of layer 1:", focus.self_focus(attention))

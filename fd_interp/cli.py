@@ -112,15 +112,17 @@ def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def observe(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     """Measures every snapshot, writes the trace as netCDF beside the run, and prints where each number went."""
-    _, trace, file = _observed(arguments)
+    import numpy as np
+
+    trace, file = _observed(arguments, _opened(arguments))
     rows, values = [], {}
     for name, variable in trace.data_vars.items():
         mean = variable.mean([dim for dim in variable.dims if dim != "step"], skipna=True).values
         values[name] = {
             "first": float(mean[0]),
             "last": float(mean[-1]),
-            "min": float(mean.min()),
-            "max": float(mean.max()),
+            "min": float(np.fmin.reduce(mean)),
+            "max": float(np.fmax.reduce(mean)),
         }
         rows.append((str(name), *(f"{value:.4g}" for value in values[name].values()), variable.attrs["long_name"]))
     _show(
@@ -138,8 +140,9 @@ def stages(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     """Prints the stages of a run's first cycle."""
     from fd_interp.papers import paper_of
 
-    series, trace, _ = _observed(arguments)
-    found = paper_of(_run_of(series)).stages(trace)
+    series = _opened(arguments)
+    paper = paper_of(_run_of(series))
+    found = paper.stages(_observed(arguments, series)[0])
     rows = [(stage.name, _or_dash(stage.start), _or_dash(stage.end), stage.seen) for stage in found]
     _show(arguments, {"stages": [stage._asdict() for stage in found]}, ("stage", "from", "to", "seen"), rows)
     return 0
@@ -152,8 +155,9 @@ def check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     from fd_interp.reproduction import as_json
 
     begun = time.monotonic()
-    series, trace, _ = _observed(arguments)
+    series = _opened(arguments)
     run = _run_of(series)
+    trace, _ = _observed(arguments, series)
     evidence = [Evidence.of(trace, run.task.baselines())]
     verdicts = [judge(claim, evidence, where=arguments.run.name) for claim in paper_of(run).claims_about(run)]
     rows = [("holds" if v.holds else "does not hold", v.id, v.expected, v.measured) for v in verdicts]
@@ -170,8 +174,9 @@ def report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     from fd_interp.report.sections import run_section
     from fd_interp.reproduction import versions
 
-    series, trace, _ = _observed(arguments)
+    series = _opened(arguments)
     run = _run_of(series)
+    trace, _ = _observed(arguments, series)
     paper = paper_of(run)
     evidence = [Evidence.of(trace, run.task.baselines())]
     verdicts = [judge(claim, evidence, where=arguments.run.name) for claim in paper.claims_about(run)]
@@ -200,13 +205,12 @@ def _opened(arguments: argparse.Namespace) -> "Series":
     return open_source(arguments.run, text=arguments.text, tokenizer=arguments.tokenizer)
 
 
-def _observed(arguments: argparse.Namespace) -> "tuple[Series, Trace, Path]":
+def _observed(arguments: argparse.Namespace, series: "Series") -> "tuple[Trace, Path]":
     from fd_interp.papers import probes_of
     from fd_interp.reproduction import TRACE_FILE, observed, results_folder
 
-    series = _opened(arguments)
     file = results_folder(arguments.run) / TRACE_FILE
-    return series, observed(series, probes_of(series.run), file, show_progress=not arguments.json), file
+    return observed(series, probes_of(series.run), file, show_progress=not arguments.json), file
 
 
 def _run_of(series: "Series") -> Any:
@@ -229,12 +233,12 @@ def _write_page(arguments: argparse.Namespace, page: str, file: Path) -> int:
 
 
 def _show(arguments: argparse.Namespace, as_json: Any, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if arguments.json:
-        print(json.dumps(as_json, indent=2))
-        return
-    from fd_interp.reproduction import show_table
+    from fd_interp.reproduction import show_json, show_table
 
-    show_table(columns, rows)
+    if arguments.json:
+        show_json(as_json)
+    else:
+        show_table(columns, rows)
 
 
 def _or_dash(step: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from fd_interp.tasks.task import Batch
 from fd_interp.training.series import Series
 from fd_interp.training.threads import torch_threads
 
+T = TypeVar("T")
 Trace = xr.Dataset
 """Dims are among step, layer, head, token and seed; each variable has `long_name`, `units` and `source`."""
 
@@ -45,6 +46,14 @@ class Observation:
     cache: dict[str, Tensor]
     batch: Batch
     frequencies: Float[Tensor, " vocab"]
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What probes have kept with `once`."""
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """What stays the same from snapshot to snapshot: computed at the first, and kept for the series."""
+        if name not in self.kept:
+            self.kept[name] = compute()
+        return self.kept[name]
 
     def stacked(self, name: str, weights: lens.Weights | None = None) -> Float[Tensor, "layer head rows columns"]:
         """A per-head weight (`"W_Q"`) of all layers; keys and values shared by query heads are repeated for each."""
@@ -98,13 +107,14 @@ def observe(
     hooks = [hook for hook in lens.hook_names(model) if hook in asked]  # in the order of the layers
     rows: list[dict[str, np.ndarray]] = []
     first = previous = None
+    kept: dict[str, Any] = {}
     threads = series.run.threads if series.run else torch.get_num_threads()
     with torch_threads(threads):
         for snapshot in tqdm(series, disable=None if show_progress else True, unit="snapshot", desc="observe"):
             weights = _same_shapes(snapshot.weights(), first, snapshot.step)
             first = weights if first is None else first
             cache = _run(model, weights, hooks, batch) if wanted else {}
-            seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies)
+            seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies, kept)
             rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
             previous = weights
     return _trace(series, variables, rows)

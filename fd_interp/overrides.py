@@ -13,13 +13,14 @@ from fd_interp.training.run import Run
 def override(run: Run, arguments: Sequence[str]) -> Run:
     """The run with the fields that `--path.to.field value` pairs name; several values make a list.
 
-    A new `kind` (of optimizer, model, task or spacing of snapshots) starts from that kind's own defaults.
+    A new `kind` (of optimizer, model, task or spacing of snapshots) starts from that kind's own defaults, wherever it
+    stands among the arguments.
 
     Raises:
         InputError: a field that does not exist, with the nearest names; or a value that does not fit.
     """
     fields = run.model_dump(mode="json")
-    for path, value in _pairs(arguments):
+    for path, value in sorted(_pairs(arguments), key=lambda pair: not pair[0].endswith(".kind")):
         _set(fields, path.replace("-", "_").split("."), value)
     return Run(**fields)
 

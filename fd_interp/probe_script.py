@@ -1,7 +1,6 @@
 """The command line that every file in probes/ shares: what to look at, on how many seeds, and where results go."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from fd_interp.config import InputError, nearest
 from fd_interp.observation import Probe, Trace, observe
 from fd_interp.overrides import override
 from fd_interp.papers import setting, settings
-from fd_interp.reproduction import results_folder, show_table, write_trace
+from fd_interp.reproduction import results_folder, show_json, show_table, write_trace
 from fd_interp.sources import open_source, with_random_weights
 from fd_interp.training.loop import train
 from fd_interp.training.series import Series, atomic
@@ -119,7 +118,7 @@ def _ask(question: Question, series: list[Series], controls: list[Series], argum
     ]
     result: dict[str, Any] = {"probe": question.name, "table": rows, "traces": files, "figure": str(picture)}
     if arguments.json:
-        print(json.dumps(result, indent=2))
+        show_json(result)
         return
     show_table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
     print(f"trace: {', '.join(files)}\nfigure: {picture.resolve()}")

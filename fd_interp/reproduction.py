@@ -1,5 +1,7 @@
 """Trains and observes many runs on all cores, each in a directory of its own, going on where it was interrupted."""
 
+import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +82,22 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table)
+    plain: Any = {"markup": False, "emoji": False}  # a name in square brackets is a name
+    console = Console(**plain)
+    (console if console.is_terminal else Console(width=200, **plain)).print(table)
+
+
+def show_json(value: Any) -> None:
+    """Prints one JSON value; a number that is missing or infinite, which JSON does not have, is null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def versions() -> dict[str, str]:

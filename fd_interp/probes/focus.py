@@ -1,6 +1,9 @@
 """Does attention go to frequent tokens, from which queries, and does it turn away from them later?"""
 
+from typing import NamedTuple
+
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fd_interp.measures import focus as measures
@@ -22,14 +25,9 @@ def frequency_focus(top: int = 1, rare: float = measures.RARE_SHARE) -> Probe:
     """
 
     def measure(seen: Observation) -> dict[str, Tensor]:
-        tokens, frequencies = seen.batch.tokens, seen.frequencies
-        keys = measures.frequent_tokens(frequencies, top)[tokens]
-        queries = chosen_queries(seen.batch)
-        rare_queries = queries & measures.rare_tokens(frequencies, top, rare)[tokens]
-        columns = [
-            _of_layer(pattern, keys, queries, rare_queries, tokens, frequencies)
-            for pattern in seen.activations("pattern")
-        ]
+        patterns = seen.activations("pattern")
+        what = seen.once(f"frequency_focus {top} {rare}", lambda: _asked(seen, patterns[0], top, rare))
+        columns = [_of_layer(pattern, what) for pattern in patterns]
         return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
 
     frequent = "the most frequent token" if top == 1 else f"the {top} most frequent tokens"
@@ -50,15 +48,45 @@ def frequency_focus(top: int = 1, rare: float = measures.RARE_SHARE) -> Probe:
     )
 
 
-def _of_layer(
-    pattern: Tensor, keys: Tensor, queries: Tensor, rare_queries: Tensor, tokens: Tensor, frequencies: Tensor
-) -> dict[str, Tensor]:
-    mass, share = measures.attention_mass(pattern, keys), measures.visible_share(pattern, keys)
+class _Asked(NamedTuple):
+    """What depends on the batch alone. Tokens are numbered anew, so that a large vocabulary costs nothing."""
+
+    distinct: Int[Tensor, " vocab"]
+    tokens: Int[Tensor, "batch position"]
+    queries: Bool[Tensor, "batch position"]
+    share: Float[Tensor, "query_token key_token"]
+    frequencies: Float[Tensor, " query_token"]
+    frequent: Bool[Tensor, " query_token"]
+    rare: Bool[Tensor, " query_token"]
+    d_vocab: int
+
+
+def _asked(seen: Observation, pattern: Tensor, top: int, rare: float) -> _Asked:
+    distinct, tokens = seen.batch.tokens.unique(return_inverse=True)
+    queries = chosen_queries(seen.batch)
+    share = measures.share_by_token(tokens, queries, len(distinct), causal=measures.is_causal(pattern))
+    return _Asked(
+        distinct=distinct,
+        tokens=tokens,
+        queries=queries,
+        share=share,
+        frequencies=seen.frequencies[distinct],
+        frequent=measures.frequent_tokens(seen.frequencies, top)[distinct],
+        rare=measures.rare_tokens(seen.frequencies, top, rare)[distinct],
+        d_vocab=len(seen.frequencies),
+    )
+
+
+def _of_layer(pattern: Tensor, what: _Asked) -> dict[str, Tensor]:
+    mass = measures.mass_by_token(pattern, what.tokens, what.queries, len(what.distinct))
+    attention = measures.TokenAttention(mass, what.share.to(mass))
+    by_query = torch.full((len(mass), what.d_vocab), torch.nan, dtype=mass.dtype)
+    by_query[:, what.distinct] = measures.focus_ratio_by_query(attention, what.frequent)
     return {
-        "attention_entropy": measures.attention_entropy(pattern, queries),
-        "focus_ratio": measures.mass_over_share(mass, share, queries),
-        "focus_ratio_rare": measures.mass_over_share(mass, share, rare_queries),
-        "focus_ratio_by_query": measures.mass_over_share_by_query(mass, share, queries, tokens, len(frequencies)),
-        "self_focus": measures.self_focus(pattern, queries, tokens),
-        "frequency_slope": measures.frequency_slope(pattern, queries, tokens, frequencies),
+        "attention_entropy": measures.attention_entropy(pattern, what.queries),
+        "focus_ratio": measures.focus_ratio(attention, what.frequent, torch.ones_like(what.frequent)),
+        "focus_ratio_rare": measures.focus_ratio(attention, what.frequent, what.rare),
+        "focus_ratio_by_query": by_query,
+        "self_focus": measures.self_focus(attention),
+        "frequency_slope": measures.frequency_slope(attention, what.frequencies),
     }

@@ -186,7 +186,7 @@ def _shade(figure: go.Figure, stages: Sequence[Stage]) -> None:
 
 def _range(seeds: Sequence[Trace]) -> tuple[int, int]:
     steps = np.concatenate([seed.step.values for seed in seeds])
-    return max(int(steps[steps > 0].min(initial=1)), 1), int(steps.max())
+    return 1, max(int(steps.max()), 2)
 
 
 def _look(*, top: int = 50) -> dict[str, Any]:

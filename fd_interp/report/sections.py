@@ -36,6 +36,6 @@ def run_section(
     small = [figures.panel_figure(panel, curves, stages, theory) for panel in panels]
     wide = []
     if len(tokens) <= MOST_TOKENS_OF_MATRIX:
-        wide.append(figures.row_cosine_figure(series, spread_steps(series, most=5)[1:]))
+        wide.append(figures.row_cosine_figure(series, spread_steps(series, most=5)[-4:]))
     view = attention_of(series, spread_steps(series))
     return Section(title, text, stages, small, wide, view)

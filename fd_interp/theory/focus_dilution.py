@@ -6,7 +6,7 @@ weights alone, with the gradients below. The paper states closed forms in terms 
 are our own derivation and agree with the stages that it describes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -280,22 +280,18 @@ def _of_embedding(W_E: Array, chain: MarkovChain, lead: tuple[str, ...]) -> dict
 def _of_attention(
     attention: Array, chain: MarkovChain, lead: tuple[str, ...]
 ) -> dict[str, tuple[tuple[str, ...], Array]]:
-    pi = chain.token_frequencies().numpy()
-    top = int(pi.argmax())
-    rare = pi * focus.rare_tokens(chain.token_frequencies(), frequent=1, fraction=focus.RARE_SHARE).numpy()
-    by_query = attention[..., top] / pi[top]
-    lift = np.log(np.clip(pi @ attention / pi, 1e-6, None))
-    centred = np.log(pi) - pi @ np.log(pi)
-    own = np.diagonal(attention, axis1=-2, axis2=-1)
-    spread = pi @ centred**2
-    per_head: dict[str, Callable[[], Array]] = {
-        "focus_ratio": lambda: by_query @ pi,
-        "focus_ratio_rare": lambda: by_query @ rare / rare.sum(),
-        "self_focus": lambda: own @ pi / (pi @ pi),
-        "frequency_slope": lambda: lift @ (pi * centred) / spread if spread else np.full(lift.shape[:-1], np.nan),
+    pi = chain.token_frequencies()
+    by_token = focus.TokenAttention(pi[:, None] * torch.from_numpy(attention), torch.outer(pi, pi))
+    top, rare = focus.frequent_tokens(pi, 1), focus.rare_tokens(pi, 1, focus.RARE_SHARE)
+    by_query = focus.focus_ratio_by_query(by_token, top)
+    per_head = {
+        "focus_ratio": focus.focus_ratio(by_token, top, torch.ones_like(top)),
+        "focus_ratio_rare": focus.focus_ratio(by_token, top, rare),
+        "self_focus": focus.self_focus(by_token),
+        "frequency_slope": focus.frequency_slope(by_token, pi),
     }
-    values = {name: ((*lead, *PER_HEAD), value()[..., None, None]) for name, value in per_head.items()}
-    return values | {"focus_ratio_by_query": ((*lead, *PER_HEAD, "token"), by_query[..., None, None, :])}
+    values = {name: ((*lead, *PER_HEAD), value.numpy()[..., None, None]) for name, value in per_head.items()}
+    return values | {"focus_ratio_by_query": ((*lead, *PER_HEAD, "token"), by_query.numpy()[..., None, None, :])}
 
 
 def _pack(weights: PopulationWeights) -> Float[Array, " size"]:

@@ -1,10 +1,10 @@
 """The run: everything that determines the bytes of a training series, as one frozen value."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from fd_interp.config import Frozen, InputError
 from fd_interp.models.config import ModelConfig
@@ -54,6 +54,12 @@ class Given(Frozen):
 
     kind: Literal["given"] = "given"
     steps: tuple[NonNegativeInt, ...] = ()
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _one_or_several(cls, steps: Any) -> Any:
+        """On a command line, a single value is no list."""
+        return (steps,) if isinstance(steps, int) else steps
 
     def steps_until(self, last: int) -> set[int]:
         return {step for step in self.steps if step <= last}

@@ -56,8 +56,7 @@ def _new_direction(evidence: Evidence) -> Finding:
 
 def _order(evidence: Evidence) -> Finding:
     events = cycle(evidence.trace)
-    focused = events.departed and events.departed[0]
-    steps = [events.condensed, focused, events.diluting, events.new_direction]
+    steps = [events.condensed, events.focused, events.diluting, events.new_direction]
     happened = [step for step in steps if step is not None]
     holds = len(happened) == len(steps) and happened == sorted(happened)
     names = ("condensed", "focused", "diluting", "new direction")

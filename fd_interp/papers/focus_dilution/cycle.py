@@ -27,6 +27,8 @@ class Cycle(NamedTuple):
     condensed: int | None
     departed: tuple[int, int] | None
     """Where the focus ratio first leaves [0.9, 1.1], and +1 for focus, -1 for anti-focus."""
+    focused: int | None
+    """The focus ratio rises above 1.1, whatever it did before."""
     focus_peak: int | None
     diluting: int | None
     """Rare queries fall clearly below their share after having been focused."""
@@ -39,13 +41,14 @@ def cycle(trace: Trace) -> Cycle:
     head = most_focused_head(trace)
     condensed = first_step(trace.W_E_top_share > CONDENSED)
     departed = first_departure(head.focus_ratio, UNFOCUSED, FOCUSED, condensed)
-    focused = departed[0] if departed and departed[1] > 0 else None
+    focused = first_step(head.focus_ratio > FOCUSED, condensed)
     rare_peak = step_of_maximum(head.focus_ratio_rare, condensed)
     diluting = first_step(head.focus_ratio_rare < UNFOCUSED, _later(focused, rare_peak))
     most_condensed = None if condensed is None else step_of_maximum(trace.W_E_top_share)
     return Cycle(
         condensed=condensed,
         departed=departed,
+        focused=focused,
         focus_peak=None if focused is None else step_of_maximum(head.focus_ratio, after=focused - 1),
         diluting=diluting,
         diluted=first_step(head.focus_ratio_rare < DILUTED, diluting - 1 if diluting is not None else None),
@@ -67,10 +70,9 @@ def _later(first: int | None, second: int | None) -> int | None:
 def stages(trace: Trace) -> list[Stage]:
     """The four stages of the first cycle, each from its onset to the onset of the next that began."""
     events, head, last = cycle(trace), most_focused_head(trace), int(trace.step[-1])
-    focused = events.departed[0] if events.departed and events.departed[1] > 0 else None
     starts = [
         ("I condensation", None if events.condensed is None else 0, _seen_condensation(trace, events)),
-        ("II focus", focused, _seen_focus(head, events)),
+        ("II focus", events.focused, _seen_focus(head, events)),
         ("III dilution", events.diluting, _seen_dilution(head, events)),
         ("IV new directions", events.new_direction, _seen_directions(trace, events)),
     ]
@@ -95,10 +97,13 @@ def _seen_focus(head: Trace, events: Cycle) -> str:
     if events.departed is None:
         return f"focus ratio stayed in [{UNFOCUSED}, {FOCUSED}] after condensation"
     step, direction = events.departed
+    before = ""
     if direction < 0:
-        low = float(head.focus_ratio.min())
-        return f"anti-focus: attention leaves the frequent tokens at step {step}, down to {low:.2f} of their share"
-    return f"focus ratio above {FOCUSED} at step {step}, at most {float(head.focus_ratio.max()):.2f}"
+        lowest = float(head.focus_ratio.sel(step=slice(step, events.focused)).min())
+        before = f"anti-focus first: attention leaves the frequent tokens at step {step}, down to {lowest:.2f}; "
+    if events.focused is None:
+        return f"{before}focus ratio never above {FOCUSED}"
+    return f"{before}focus ratio above {FOCUSED} at step {events.focused}, at most {float(head.focus_ratio.max()):.2f}"
 
 
 def _seen_dilution(head: Trace, events: Cycle) -> str:
