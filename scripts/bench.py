@@ -30,6 +30,7 @@ from fd_interp.models.build import trained
 from fd_interp.models.config import Hold, OneLayer, Transformer
 from fd_interp.observation import observe
 from fd_interp.papers.focus_dilution import ZIPF, probes
+from fd_interp.papers.focus_dilution.settings import MULTI_HEAD
 from fd_interp.reproduction import versions
 from fd_interp.tasks.task import Batch
 from fd_interp.training.loop import batch_loss, batches, loss_of, make_optimizer, new_model, snapshot_keeper, train
@@ -178,12 +179,13 @@ def bare_passes(series: Series) -> None:
             model(series.inputs.held_out.tokens)
 
 
-def observing(run: Run, series: Series, rounds: int) -> list[Row]:
+def observing(model: str, series: Series, rounds: int) -> Row:
     """All probes of the paper on a series, beside the passes alone."""
-    asked = probes(run)
+    assert series.run is not None
+    asked = probes(series.run)
     taken = times({"observe": lambda: observe(series, asked), "passes": lambda: bare_passes(series)}, rounds)
     ratio = taken["observe"] / taken["passes"]
-    return [Row(f"observe {len(series)} snapshots / load, forward pass", taken["observe"], ratio, 1.3)]
+    return Row(f"observe {len(series)} snapshots of {model} / load, forward pass", taken["observe"], ratio, 1.3)
 
 
 def snapshots(run: Run, series: Series, directory: Path, rounds: int) -> list[Row]:
@@ -229,13 +231,16 @@ def peak_memory() -> float:
 
 def measured(rounds: int) -> dict[str, Any]:
     """Everything, as one JSON object."""
-    run = ZIPF.model_copy(update={"training": OBSERVED, "keep": Keep(at=SNAPSHOTS)})
+    short = {"training": OBSERVED, "keep": Keep(at=SNAPSHOTS)}
+    run, deep = ZIPF.model_copy(update=short), MULTI_HEAD.model_copy(update=short)
     memory = {"after importing": peak_memory()}
     with TemporaryDirectory() as folder:
         series = train(run, Path(folder) / "run", show_progress=False)
+        deeper = train(deep, Path(folder) / "deep", show_progress=False)
         rows = [
             *steps(rounds),
-            *observing(run, series, rounds),
+            observing("one layer", series, rounds),
+            observing("two layers, four heads, MLP", deeper, rounds),
             *snapshots(run, series, Path(folder) / "kept", rounds),
             *starting(rounds),
         ]

@@ -53,7 +53,7 @@ def mass_by_token(
     d_vocab: int,
 ) -> Float[Tensor, "head query_token key_token"]:
     """`TokenAttention.mass`, for a series whose share stays the same from snapshot to snapshot."""
-    pattern = at_least_single(pattern)
+    pattern, tokens = at_least_single(pattern), tokens.long()
     if d_vocab <= tokens.shape[1]:
         # Products with one-hot vectors; for few tokens much faster than adding entry by entry.
         held = functional.one_hot(tokens, d_vocab).to(pattern)  # b k v
@@ -148,5 +148,6 @@ def frequency_slope(attention: TokenAttention, frequencies: Float[Tensor, " key_
     lift = attention_lift(attention)[..., seen].clamp(min=LEAST_LIFT).log()
     weight = weight[seen] / weight[seen].sum()
     log_frequency = frequencies.to(weight)[seen].log()
+    log_frequency = log_frequency - log_frequency[:1]  # without a rounding error where all are equally frequent
     centred = log_frequency - weight @ log_frequency
     return lift @ (weight * centred) / (weight @ centred.square())
