@@ -92,5 +92,7 @@ def slope_figure(trace: Trace, random: Sequence[Trace]) -> go.Figure:
     )
 
 
+QUESTION = Question("frequency_focus", probes, table, figure)
+
 if __name__ == "__main__":
-    sys.exit(main(Question("frequency_focus", probes, table, figure), __doc__))
+    sys.exit(main(QUESTION, __doc__))

@@ -1,6 +1,9 @@
+import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +27,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("real data absent: set FD_INTERP_DATA to a folder with tinystories/, wikitext-2/, stories260K/")
     return folder
+
+
+@pytest.fixture(scope="session")
+def script() -> Callable[[str], ModuleType]:
+    """Imports a file of scripts/ or probes/, which are no packages, by its path in the repository."""
+
+    def load(path: str) -> ModuleType:
+        file = Path(__file__).resolve().parents[1] / path
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

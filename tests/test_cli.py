@@ -23,8 +23,20 @@ from fd_interp.training.loop import train
 from fd_interp.training.run import Run
 from fd_interp.training.series import open_series
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--training.steps", "20", "--training.batch-size", "4", "--task.context", "6", "--keep.held-out", "8"]
-HEAVY = {"torch", "transformer_lens", "numpy", "pandas", "xarray", "plotly", "circuitsvis", "datasets", "pydantic", "rich"}
+HEAVY = {
+    "torch",
+    "transformer_lens",
+    "numpy",
+    "pandas",
+    "xarray",
+    "plotly",
+    "circuitsvis",
+    "datasets",
+    "pydantic",
+    "rich",
+}
 VERBS = ("list", "train", "observe", "stages", "check", "report", "view")
 
 
@@ -68,11 +80,12 @@ def is_refused(done: Done) -> str:
     return done.err
 
 
-
 def test_list_names_every_setting(fd: Command) -> None:
     done = fd("list")
     assert (done.code, done.err) == (0, "")
-    assert all(re.search(rf"^{name} .*{run.training.steps}", done.out, re.MULTILINE) for name, run in settings().items())
+    assert all(
+        re.search(rf"^{name} .*{run.training.steps}", done.out, re.MULTILINE) for name, run in settings().items()
+    )
     as_json = fd("list", "--json").json
     assert as_json.keys() == settings().keys()
     assert all(Run(**as_json[name]) == run for name, run in settings().items())
@@ -218,7 +231,6 @@ def test_names_are_printed_as_they_are(fd: Command, own_directory: Path) -> None
     assert "[bold]x:smile:/focus" in fd("check", odd).out
 
 
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -268,12 +280,16 @@ def test_a_run_that_cannot_be_looked_at_so_is_one_sentence(
 
 def test_directories_that_hold_something_else_are_refused_untouched(fd: Command, own_directory: Path) -> None:
     before = {file: file.read_bytes() for file in own_directory.rglob("*") if file.is_file()}
-    assert "already holds another run (it differs in " in is_refused(fd("train", "focus-dilution", "--out", own_directory))
+    assert "already holds another run (it differs in " in is_refused(
+        fd("train", "focus-dilution", "--out", own_directory)
+    )
     assert {file: file.read_bytes() for file in own_directory.rglob("*") if file.is_file()} == before
     (own_directory / "run.json").unlink()
     sentence = is_refused(fd("train", "focus-dilution", "--out", own_directory))
     assert "is not an empty directory and holds no run; choose a new directory" in sentence
-    assert "not an empty directory" in is_refused(fd("train", "focus-dilution", "--out", own_directory / "losses.parquet"))
+    assert "not an empty directory" in is_refused(
+        fd("train", "focus-dilution", "--out", own_directory / "losses.parquet")
+    )
 
 
 @pytest.mark.parametrize("verb", ["observe", "stages", "check", "report", "view"])
@@ -336,13 +352,14 @@ def test_a_real_checkpoint_is_observed_and_viewed_in_a_folder_of_its_own(
     text = sorted((shared_data / "tinystories").glob("*.txt"))[0]
     beside = sorted(model.parent.rglob("*"))
     stories = tmp_path / "stories.txt"
-    stories.write_text("<|endoftext|>".join(text.read_text(encoding="utf-8")[:400_000].split("<|endoftext|>")[:-1]), "utf-8")
+    stories.write_text(
+        "<|endoftext|>".join(text.read_text(encoding="utf-8")[:400_000].split("<|endoftext|>")[:-1]), "utf-8"
+    )
     trace = fd("observe", model, "--text", stories, "--json").json["trace"]
     assert xr.load_dataset(trace).focus_ratio.shape == (1, 5, 8)
     page = fd("view", model, "--text", stories, "--json").json["page"]
     assert Path(trace).parent == Path(page).parent == Path("runs") / model.stem
     assert sorted(model.parent.rglob("*")) == beside
-
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -413,7 +430,7 @@ for arguments in (["--help"], *([verb, "--help"] for verb in {VERBS})):
         assert not exit.code
 print("heavy:", sorted({HEAVY} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == ""
     assert done.stdout.endswith("heavy: []\n")
     for verb in VERBS:
@@ -422,6 +439,7 @@ print("heavy:", sorted({HEAVY} & set(sys.modules)))
 
 
 def test_the_module_runs_as_a_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "fd_interp.cli", "view"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "fd_interp.cli", "view"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert "the following arguments are required: RUN" in done.stderr

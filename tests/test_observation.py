@@ -153,6 +153,19 @@ def test_a_probe_sees_the_snapshot_before_the_first_one_and_what_the_series_is_m
     assert all(observation.cache == {} for observation in seen)
 
 
+def test_what_stays_the_same_is_computed_once_for_a_series_and_anew_for_another_batch() -> None:
+    computed: list[int] = []
+
+    def measure(seen: Observation) -> Tensor:
+        return seen.once("mean", lambda: computed.append(1) or seen.batch.tokens.double().mean())
+
+    series, other = a_series(), Batch(BATCH.tokens[:1], BATCH.targets[:1])
+    for batch in (BATCH, other):
+        trace = observe(series, [a_probe(measure), a_probe(measure, name="y")], batch)
+        assert trace.x.values.tolist() == trace.y.values.tolist() == [batch.tokens.double().mean()] * 3
+    assert len(computed) == 2
+
+
 def test_only_what_probes_name_is_cached() -> None:
     cached: list[list[str]] = []
     observe(

@@ -133,7 +133,9 @@ def test_every_field_of_a_setting_is_listed_with_its_value_and_can_be_given_back
     fields = list(fields_of(run))
     paths = [field.path for field in fields]
     assert len(set(paths)) == len(paths)
-    assert {"task.kind", "model.d_model", "training.optimizer.lr", "training.steps", "keep.at.count", "seed"} <= {*paths}
+    assert {"task.kind", "model.d_model", "training.optimizer.lr", "training.steps", "keep.at.count", "seed"} <= {
+        *paths
+    }
     given = []
     for path, value, _ in fields:
         if value != "none" and ", " not in value and not path.endswith(("fixed", "pi", "betas", "hooks")):
@@ -163,7 +165,15 @@ def test_a_listed_field_has_its_meaning() -> None:
 def test_any_value_that_fits_arrives_whole(persistence: float, steps: int, seed: int, hooks: list[str]) -> None:
     run = override(
         RUN,
-        ["--task.persistence", repr(persistence), f"--training.steps={steps}", "--seed", str(seed), "--keep.hooks", *hooks],
+        [
+            "--task.persistence",
+            repr(persistence),
+            f"--training.steps={steps}",
+            "--seed",
+            str(seed),
+            "--keep.hooks",
+            *hooks,
+        ],
     )
     assert (run.task.persistence, run.training.steps, run.seed) == (persistence, steps, seed)
     assert run.keep.hooks == tuple(hooks)

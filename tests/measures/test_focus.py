@@ -9,21 +9,24 @@ from torch import Tensor
 
 from fd_interp.measures.focus import (
     LEAST_LIFT,
+    TokenAttention,
+    attention_by_token,
     attention_entropy,
     attention_lift,
-    attention_mass,
     focus_ratio,
     focus_ratio_by_query,
     frequency_slope,
     frequent_tokens,
     is_causal,
+    mass_by_token,
     rare_tokens,
     self_focus,
-    visible_share,
+    share_by_token,
 )
 
 BATCH, HEADS, LENGTH, D_VOCAB = 3, 2, 7, 4
 FREQUENCIES = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
+EVERY_TOKEN = torch.ones(D_VOCAB, dtype=torch.bool)
 NAN = math.nan
 
 
@@ -70,29 +73,128 @@ def some(seed: int) -> Tensor:
     return torch.rand(BATCH, LENGTH, generator=generator(seed)) < 0.7
 
 
+def some_and_the_last(seed: int) -> Tensor:
+    return some(seed) | (torch.arange(LENGTH) == LENGTH - 1)
+
+
+def token_set(*members: int, d_vocab: int = D_VOCAB) -> Tensor:
+    return torch.isin(torch.arange(d_vocab), torch.tensor(members))
+
+
 def all_equal(measured: Tensor, value: float) -> bool:
     return torch.allclose(measured, torch.full_like(measured, value), atol=1e-9)
 
 
 seeds = st.integers(0, 10_000)
+token_sets = st.sets(st.integers(0, D_VOCAB - 1)).map(lambda members: token_set(*members))
 masks = pytest.mark.parametrize("masked", [causal, all_to_all])
+vocabularies = pytest.mark.parametrize(
+    "d_vocab", [D_VOCAB, LENGTH, LENGTH + 1, 3 * LENGTH], ids="{} tokens".format
+)  # up to LENGTH they are summed in one way, and beyond in another
 several = settings(deadline=None, max_examples=30)
+
+
+def slow_sums(pattern: Tensor, tokens: Tensor, queries: Tensor, d_vocab: int, *, sees_later: bool) -> TokenAttention:
+    mass = torch.zeros(HEADS, d_vocab, d_vocab).double()
+    share = torch.zeros(d_vocab, d_vocab).double()
+    for b in range(BATCH):
+        for q in range(LENGTH):
+            if not queries[b, q]:
+                continue
+            visible = range(LENGTH) if sees_later else range(q + 1)
+            for k in visible:
+                share[tokens[b, q], tokens[b, k]] += 1 / len(visible)
+                for head in range(HEADS):
+                    mass[head, tokens[b, q], tokens[b, k]] += pattern[b, head, q, k]
+    return TokenAttention(mass, share)
+
+
+@vocabularies
+@masks
+@given(seeds)
+@several
+def test_sums_by_token_are_slow_loops(masked: Callable[[Tensor], Tensor], d_vocab: int, seed: int):
+    pattern, queries = masked(random_scores(seed)), some(seed)
+    tokens = torch.randint(0, d_vocab, (BATCH, LENGTH), generator=generator(seed))
+    expected = slow_sums(pattern, tokens, queries, d_vocab, sees_later=masked is all_to_all)
+    torch.testing.assert_close(mass_by_token(pattern, tokens, queries, d_vocab), expected.mass)
+    torch.testing.assert_close(share_by_token(tokens, queries, d_vocab, causal=masked is causal), expected.share)
+    attention = attention_by_token(pattern, tokens, queries, d_vocab)
+    torch.testing.assert_close(attention.mass, expected.mass)
+    torch.testing.assert_close(attention.share, expected.share)
+
+
+def test_sums_by_token_by_hand():
+    pattern = torch.tensor([[[[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.125, 0.375]]]])
+    tokens, every = torch.tensor([[0, 1, 0]]), torch.ones(1, 3, dtype=torch.bool)
+    attention = attention_by_token(pattern, tokens, every, 2)
+    assert attention.mass.tolist() == [[[1 + 0.875, 0.125], [0.25, 0.75]]]
+    assert attention.share.flatten().tolist() == pytest.approx([1 + 2 / 3, 1 / 3, 1 / 2, 1 / 2])
+    mirrored = attention_by_token(pattern.flip(-1), tokens, every, 2)
+    assert mirrored.share.flatten().tolist() == pytest.approx([4 / 3, 2 / 3, 2 / 3, 1 / 3])
+    late = attention_by_token(pattern, tokens, torch.tensor([[False, True, True]]), 2)
+    assert late.mass.tolist() == [[[0.875, 0.125], [0.25, 0.75]]]
+    ratio = focus_ratio(late, token_set(0, d_vocab=2), torch.tensor([True, True]))
+    assert ratio.item() == pytest.approx((0.25 + 0.875) / (1 / 2 + 2 / 3))
 
 
 @masks
 @given(seeds)
 @several
-def test_uniform_attention_is_one_everywhere(masked: Callable[[Tensor], Tensor], seed: int):
-    pattern, tokens = masked(uniform_scores()), random_tokens(seed)
+def test_names_beyond_the_tokens_in_use_add_nothing(masked: Callable[[Tensor], Tensor], seed: int):
+    pattern, tokens, queries = masked(random_scores(seed)), random_tokens(seed), some(seed)
+    few = attention_by_token(pattern, tokens, queries, D_VOCAB)
+    many = attention_by_token(pattern, tokens, queries, LENGTH + 1)
+    for a, b in zip(few, many, strict=True):
+        torch.testing.assert_close(b[..., :D_VOCAB, :D_VOCAB], a)
+        assert (b[..., D_VOCAB:, :] == 0).all()
+        assert (b[..., D_VOCAB:] == 0).all()
+
+
+@vocabularies
+@masks
+@given(seeds)
+@several
+def test_each_chosen_query_gives_one_in_all(masked: Callable[[Tensor], Tensor], d_vocab: int, seed: int):
+    tokens, queries = random_tokens(seed), some(seed)
+    attention = attention_by_token(masked(random_scores(seed)), tokens, queries, d_vocab)
+    asked = tokens[queries].bincount(minlength=d_vocab).double()
+    torch.testing.assert_close(attention.mass.sum(-1), asked.expand(HEADS, -1))
+    torch.testing.assert_close(attention.share.sum(-1), asked)
+
+
+@vocabularies
+def test_the_precision_of_the_pattern_is_kept_and_shares_are_double(d_vocab: int):
+    tokens = random_tokens(0)
+    for dtype in (torch.float32, torch.float64):
+        attention = attention_by_token(causal(random_scores(0)).to(dtype), tokens, everyone(tokens), d_vocab)
+        assert attention.mass.dtype == attention.share.dtype == dtype
+    assert share_by_token(tokens, everyone(tokens), d_vocab, causal=True).dtype == torch.float64
+
+
+@vocabularies
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_tokens_of_any_integer_type(dtype: torch.dtype, d_vocab: int):
+    pattern, tokens = causal(random_scores(0)), random_tokens(0) + d_vocab - D_VOCAB
+    narrow = mass_by_token(pattern, tokens.to(dtype), everyone(tokens), d_vocab)
+    assert torch.equal(narrow, mass_by_token(pattern, tokens, everyone(tokens), d_vocab))
+
+
+@masks
+@given(seeds, token_sets)
+@several
+def test_uniform_attention_is_one_everywhere(masked: Callable[[Tensor], Tensor], seed: int, asking: Tensor):
+    tokens = random_tokens(seed)
     tokens[:, 0] = torch.tensor([0, 1, 2])  # so that each of them is visible
-    queries = some(seed) | only_last(tokens)
+    attention = attention_by_token(masked(uniform_scores()), tokens, some_and_the_last(seed), D_VOCAB)
     for token in range(3):
-        assert all_equal(focus_ratio(pattern, tokens == token, queries), 1)
-    assert all_equal(self_focus(pattern, queries, tokens), 1)
-    assert all_equal(frequency_slope(pattern, queries, tokens, FREQUENCIES), 0)
-    lift = attention_lift(pattern, queries, tokens, D_VOCAB)
-    assert all_equal(lift[:, :3], 1)
-    by_query = focus_ratio_by_query(pattern, tokens == 0, queries, tokens, D_VOCAB)
+        assert all_equal(focus_ratio(attention, token_set(token), EVERY_TOKEN), 1)
+        among = focus_ratio(attention, token_set(token), asking)
+        assert all_equal(among[~among.isnan()], 1)
+    assert all_equal(self_focus(attention), 1)
+    assert all_equal(frequency_slope(attention, FREQUENCIES), 0)
+    assert all_equal(attention_lift(attention)[:, :3], 1)
+    by_query = focus_ratio_by_query(attention, token_set(0))
     assert all_equal(by_query[~by_query.isnan()], 1)
 
 
@@ -113,16 +215,6 @@ def test_entropy_by_hand():
     assert attention_entropy(pattern, torch.tensor([[False, True, False]])).tolist() == pytest.approx([log2, 0])
 
 
-def test_mass_and_share_by_hand():
-    pattern = torch.tensor([[[[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.125, 0.375]]]])
-    keys = torch.tensor([[True, False, True]])
-    assert attention_mass(pattern, keys).tolist() == [[[1, 0.25, 0.875]]]
-    assert visible_share(pattern, keys)[0].tolist() == pytest.approx([1, 1 / 2, 2 / 3])
-    assert visible_share(pattern.flip(-1), keys)[0].tolist() == pytest.approx([2 / 3] * 3)
-    ratio = focus_ratio(pattern, keys, torch.tensor([[False, True, True]]))
-    assert ratio.item() == pytest.approx((0.25 + 0.875) / (1 / 2 + 2 / 3))
-
-
 @masks
 @given(seeds)
 @several
@@ -130,14 +222,15 @@ def test_all_attention_on_a_set_is_one_over_its_share(masked: Callable[[Tensor],
     tokens = random_tokens(seed)
     tokens[:, 0] = tokens[:, -1] = 0  # so that every query sees a member, and the first one looks ahead if it can
     tokens[:, 1] = 2
-    keys = (tokens == 0) | (tokens == 1)
+    keys, queries = token_set(0, 1), some_and_the_last(seed)
     scores = torch.zeros(D_VOCAB, dtype=torch.float64).index_fill(0, torch.tensor([2, 3]), -math.inf)
-    pattern = masked(by_token(scores, tokens))
-    share = visible_share(masked(uniform_scores()), keys)
-    queries = some(seed) | only_last(tokens)
-    assert all_equal(attention_mass(pattern, keys), 1)
-    assert all_equal(focus_ratio(pattern, keys, queries), 1 / share[queries].mean().item())
-    assert all_equal(focus_ratio(pattern, ~keys, queries), 0)
+    attention = attention_by_token(masked(by_token(scores, tokens)), tokens, queries, D_VOCAB)
+    visible = (masked(uniform_scores())[:, 0] * keys[tokens][:, None]).sum(-1)  # b q
+    assert all_equal(focus_ratio(attention, keys, EVERY_TOKEN), 1 / visible[queries].mean().item())
+    assert all_equal(focus_ratio(attention, ~keys, EVERY_TOKEN), 0)
+    of_zero = queries & (tokens == 0)
+    assert all_equal(focus_ratio(attention, keys, token_set(0)), 1 / visible[of_zero].mean().item())
+    assert all_equal(focus_ratio_by_query(attention, keys)[:, 0], 1 / visible[of_zero].mean().item())
 
 
 exponents = st.floats(-2, 2)
@@ -149,7 +242,8 @@ def test_attention_by_a_power_of_frequency_has_that_slope_where_all_see_all(expo
     tokens = random_tokens(seed)[:1]  # one context, so that each token's lift is its weight up to a factor
     tokens[:, :2] = torch.tensor([0, 1])
     pattern = all_to_all(by_token(exponent * FREQUENCIES.log(), tokens))
-    assert all_equal(frequency_slope(pattern, everyone(tokens), tokens, FREQUENCIES), exponent)
+    attention = attention_by_token(pattern, tokens, everyone(tokens), D_VOCAB)
+    assert all_equal(frequency_slope(attention, FREQUENCIES), exponent)
 
 
 @given(exponents, seeds)
@@ -158,7 +252,8 @@ def test_and_in_causal_attention_where_queries_see_the_same_counts(exponent: flo
     counts = torch.tensor([0, 0, 0, 1, 1, 2, 3])
     tokens = torch.stack([counts[torch.randperm(LENGTH, generator=generator(seed + i))] for i in range(BATCH)])
     pattern = causal(by_token(exponent * FREQUENCIES.log(), tokens))
-    assert all_equal(frequency_slope(pattern, only_last(tokens), tokens, FREQUENCIES), exponent)
+    attention = attention_by_token(pattern, tokens, only_last(tokens), D_VOCAB)
+    assert all_equal(frequency_slope(attention, FREQUENCIES), exponent)
 
 
 def test_attention_proportional_to_frequency_in_growing_contexts_has_a_slope_near_one():
@@ -167,7 +262,7 @@ def test_attention_proportional_to_frequency_in_growing_contexts_has_a_slope_nea
     late = (torch.arange(128) >= 32).expand(64, -1)
     for exponent in (1.0, -1.0):
         pattern = causal(by_token(exponent * FREQUENCIES.log(), tokens))
-        slope = frequency_slope(pattern, late, tokens, FREQUENCIES)
+        slope = frequency_slope(attention_by_token(pattern, tokens, late, D_VOCAB), FREQUENCIES)
         assert (slope - exponent).abs().max() < 0.05
 
 
@@ -180,7 +275,8 @@ def test_slope_weighs_tokens_by_their_share_of_the_context():
     x, y = frequencies.log(), weights.log()
     x_centred = x - share @ x
     expected = (share * x_centred) @ y / (share @ x_centred**2)
-    assert all_equal(frequency_slope(pattern, everyone(tokens), tokens, frequencies), expected.item())
+    slope = frequency_slope(attention_by_token(pattern, tokens, everyone(tokens), 3), frequencies)
+    assert all_equal(slope, expected.item())
 
 
 def test_a_token_without_attention_counts_with_the_least_lift():
@@ -188,68 +284,85 @@ def test_a_token_without_attention_counts_with_the_least_lift():
     frequencies = torch.tensor([0.75, 0.25], dtype=torch.float64)
     pattern = all_to_all(torch.where(tokens == 0, 0.0, -math.inf).double().expand(1, HEADS, 4, 4))
     expected = (math.log(2) - math.log(LEAST_LIFT)) / math.log(3)
-    assert all_equal(frequency_slope(pattern, everyone(tokens), tokens, frequencies), expected)
+    slope = frequency_slope(attention_by_token(pattern, tokens, everyone(tokens), 2), frequencies)
+    assert all_equal(slope, expected)
+
+
+@given(seeds, st.integers(2, 9))
+@several
+def test_equally_frequent_tokens_have_no_slope(seed: int, d_vocab: int):
+    mass, share = torch.rand(2, d_vocab, d_vocab, generator=generator(seed))
+    assert frequency_slope(TokenAttention(mass, share), torch.full((d_vocab,), 1 / d_vocab)).isnan()
 
 
 def test_tokens_that_do_not_occur_are_nan_and_leave_the_slope_alone():
     tokens = torch.tensor([[0, 1, 0, 1, 1]])
     pattern = causal(by_token(FREQUENCIES.log(), tokens))
-    last = only_last(tokens)
-    lift = attention_lift(pattern, last, tokens, D_VOCAB)
-    assert lift.isnan().tolist() == [[False, False, True, True]] * HEADS
-    by_query = focus_ratio_by_query(pattern, tokens == 0, everyone(tokens), tokens, D_VOCAB)
+    last = attention_by_token(pattern, tokens, only_last(tokens), D_VOCAB)
+    assert attention_lift(last).isnan().tolist() == [[False, False, True, True]] * HEADS
+    every = attention_by_token(pattern, tokens, everyone(tokens), D_VOCAB)
+    by_query = focus_ratio_by_query(every, token_set(0))
     assert by_query.isnan().tolist() == [[False, False, True, True]] * HEADS
-    assert all_equal(frequency_slope(pattern, last, tokens, FREQUENCIES), 1)
+    assert all_equal(frequency_slope(last, FREQUENCIES), 1)
+
+
+def test_a_token_of_no_frequency_leaves_the_slope_alone():
+    tokens = torch.tensor([[0, 1, 2, 1, 3]])
+    frequencies = torch.tensor([0.7, 0.2, 0.0, 0.1], dtype=torch.float64)
+    weights = torch.tensor([0.7, 0.2, 5.0, 0.1], dtype=torch.float64)
+    attention = attention_by_token(all_to_all(by_token(weights.log(), tokens)), tokens, everyone(tokens), D_VOCAB)
+    assert all_equal(frequency_slope(attention, frequencies), 1)
 
 
 def test_a_token_that_no_chosen_query_sees_is_nan():
-    tokens = torch.tensor([[0, 1, 2]])
-    first = torch.tensor([[True, False, False]])
-    assert attention_lift(causal(uniform_scores(1, 3)), first, tokens, 3).isnan().tolist() == [[False, True, True]] * 2
+    tokens, first = torch.tensor([[0, 1, 2]]), torch.tensor([[True, False, False]])
+    attention = attention_by_token(causal(uniform_scores(1, 3)), tokens, first, 3)
+    assert attention_lift(attention).isnan().tolist() == [[False, True, True]] * HEADS
 
 
 def test_a_set_out_of_sight_has_no_ratio():
-    tokens = torch.tensor([[0, 1, 2]])
-    first = torch.tensor([[True, False, False]])
-    assert focus_ratio(causal(uniform_scores(1, 3)), tokens == 2, first).isnan().all()
+    tokens, first = torch.tensor([[0, 1, 2]]), torch.tensor([[True, False, False]])
+    attention = attention_by_token(causal(uniform_scores(1, 3)), tokens, first, 3)
+    every = torch.ones(3, dtype=torch.bool)
+    assert focus_ratio(attention, token_set(2, d_vocab=3), every).isnan().all()
+    assert focus_ratio(attention, token_set(0, d_vocab=3), ~token_set(0, d_vocab=3)).isnan().all()
+    assert not focus_ratio(attention, token_set(0, d_vocab=3), every).isnan().any()
 
 
-def slow_focus_by_query(pattern: Tensor, keys: Tensor, queries: Tensor, tokens: Tensor, sees_later: bool) -> list:
-    ratios = []
-    for head in range(HEADS):
-        for token in range(D_VOCAB):
-            mass = share = 0.0
-            for b in range(BATCH):
-                for q in range(LENGTH):
-                    if queries[b, q] and tokens[b, q] == token:
-                        visible = range(LENGTH) if sees_later else range(q + 1)
-                        members = [k for k in visible if keys[b, k]]
-                        mass += sum(pattern[b, head, q, k].item() for k in members)
-                        share += len(members) / len(visible)
-            ratios.append(mass / share if share > 0 else NAN)
-    return ratios
+def slow_focus(pattern: Tensor, keys: Tensor, queries: Tensor, *, sees_later: bool) -> Tensor:
+    """Focus ratio of each head, from sets of positions."""
+    mass, share = torch.zeros(HEADS).double(), 0.0
+    for b, q in queries.nonzero().tolist():
+        visible = range(LENGTH) if sees_later else range(q + 1)
+        members = [k for k in visible if keys[b, k]]
+        share += len(members) / len(visible)
+        for head in range(HEADS):
+            mass[head] += sum(pattern[b, head, q, k].item() for k in members)
+    return mass / share if share > 0 else torch.full_like(mass, NAN)
 
 
 @masks
-@given(seeds)
+@given(seeds, token_sets, token_sets)
 @several
-def test_focus_by_query_is_the_slow_loop(masked: Callable[[Tensor], Tensor], seed: int):
+def test_focus_is_a_slow_loop_over_positions(
+    masked: Callable[[Tensor], Tensor], seed: int, keys: Tensor, asking: Tensor
+):
     pattern, tokens, queries = masked(random_scores(seed)), random_tokens(seed), some(seed)
-    keys = tokens <= 1
-    measured = focus_ratio_by_query(pattern, keys, queries, tokens, D_VOCAB)
-    expected = slow_focus_by_query(pattern, keys, queries, tokens, sees_later=masked is all_to_all)
-    assert measured.flatten().tolist() == pytest.approx(expected, nan_ok=True)
+    attention = attention_by_token(pattern, tokens, queries, D_VOCAB)
+
+    def slow(of: Tensor) -> Tensor:
+        return slow_focus(pattern, keys[tokens], queries & of[tokens], sees_later=masked is all_to_all)
+
+    torch.testing.assert_close(focus_ratio(attention, keys, asking), slow(asking), equal_nan=True)
+    by_query = torch.stack([slow(token_set(token)) for token in range(D_VOCAB)], dim=1)
+    torch.testing.assert_close(focus_ratio_by_query(attention, keys), by_query, equal_nan=True)
 
 
 @masks
 @given(seeds)
 @several
 def test_self_focus_and_lift_are_slow_loops(masked: Callable[[Tensor], Tensor], seed: int):
-    pattern, tokens, queries = (
-        masked(random_scores(seed)),
-        random_tokens(seed),
-        some(seed) | only_last(random_tokens(0)),
-    )
+    pattern, tokens, queries = masked(random_scores(seed)), random_tokens(seed), some_and_the_last(seed)
     received, if_uniform = torch.zeros(HEADS, D_VOCAB).double(), torch.zeros(HEADS, D_VOCAB).double()
     own, own_share = torch.zeros(HEADS).double(), torch.zeros(HEADS).double()
     for b, q in queries.nonzero().tolist():
@@ -261,54 +374,55 @@ def test_self_focus_and_lift_are_slow_loops(masked: Callable[[Tensor], Tensor], 
                 if_uniform[head, token] += 1 / visible
                 own[head] += pattern[b, head, q, k] * (token == tokens[b, q])
                 own_share[head] += (token == tokens[b, q]).double() / visible
-    torch.testing.assert_close(attention_lift(pattern, queries, tokens, D_VOCAB), received / if_uniform, equal_nan=True)
-    torch.testing.assert_close(self_focus(pattern, queries, tokens), own / own_share)
+    attention = attention_by_token(pattern, tokens, queries, D_VOCAB)
+    torch.testing.assert_close(attention_lift(attention), received / if_uniform, equal_nan=True)
+    torch.testing.assert_close(self_focus(attention), own / own_share)
 
 
 def test_self_focus_of_attention_on_itself_alone():
     tokens = torch.tensor([[0, 1, 0, 2]])
     pattern = torch.eye(4, dtype=torch.float64).expand(1, HEADS, 4, 4)
-    assert all_equal(self_focus(pattern, everyone(tokens), tokens), 4 / (1 + 1 / 2 + 2 / 3 + 1 / 4))
-    elsewhere = torch.tensor([[1.0, 0, 0, 0]] * 4).double().expand(1, HEADS, 4, 4)
-    assert all_equal(self_focus(elsewhere, torch.tensor([[False, True, False, True]]), tokens), 0)
+    itself = attention_by_token(pattern, tokens, everyone(tokens), 3)
+    assert all_equal(self_focus(itself), 4 / (1 + 1 / 2 + 2 / 3 + 1 / 4))
+    to_first = torch.tensor([[1.0, 0, 0, 0]] * 4).double().expand(1, HEADS, 4, 4)
+    elsewhere = attention_by_token(to_first, tokens, torch.tensor([[False, True, False, True]]), 3)
+    assert all_equal(self_focus(elsewhere), 0)
+
+
+def measures_of(attention: TokenAttention, keys: Tensor, asking: Tensor, frequencies: Tensor) -> list[Tensor]:
+    return [
+        focus_ratio(attention, keys, asking),
+        self_focus(attention),
+        frequency_slope(attention, frequencies),
+        focus_ratio_by_query(attention, keys),
+        attention_lift(attention),
+    ]
 
 
 @masks
 @given(seeds, st.permutations(range(D_VOCAB)))
 @several
 def test_names_of_tokens_do_not_matter(masked: Callable[[Tensor], Tensor], seed: int, names: list[int]):
-    pattern, tokens, queries = (
-        masked(random_scores(seed)),
-        random_tokens(seed),
-        some(seed) | only_last(random_tokens(0)),
-    )
-    new = torch.tensor(names)
-    renamed, frequencies = new[tokens], torch.zeros_like(FREQUENCIES).index_copy(0, new, FREQUENCIES)
-    keys = tokens == 0
-    torch.testing.assert_close(
-        frequency_slope(pattern, queries, renamed, frequencies), frequency_slope(pattern, queries, tokens, FREQUENCIES)
-    )
-    torch.testing.assert_close(self_focus(pattern, queries, renamed), self_focus(pattern, queries, tokens))
-    for measured_renamed, measured in (
-        (attention_lift(pattern, queries, renamed, D_VOCAB), attention_lift(pattern, queries, tokens, D_VOCAB)),
-        (
-            focus_ratio_by_query(pattern, keys, queries, renamed, D_VOCAB),
-            focus_ratio_by_query(pattern, keys, queries, tokens, D_VOCAB),
-        ),
-    ):
-        torch.testing.assert_close(measured_renamed[:, new], measured, equal_nan=True)
+    pattern, tokens, queries = masked(random_scores(seed)), random_tokens(seed), some_and_the_last(seed)
+    new, keys, asking = torch.tensor(names), token_set(0), token_set(1, 2, 3)
+
+    def renamed(of_tokens: Tensor) -> Tensor:
+        return torch.zeros_like(of_tokens).index_copy(0, new, of_tokens)
+
+    original = attention_by_token(pattern, tokens, queries, D_VOCAB)
+    other = attention_by_token(pattern, new[tokens], queries, D_VOCAB)
+    torch.testing.assert_close(other.mass[:, new][:, :, new], original.mass)
+    torch.testing.assert_close(other.share[new][:, new], original.share)
+    expected = measures_of(original, keys, asking, FREQUENCIES)
+    *of_heads, by_query, lift = measures_of(other, renamed(keys), renamed(asking), renamed(FREQUENCIES))
+    for a, b in zip([*of_heads, by_query[:, new], lift[:, new]], expected, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
 
 
 def per_head_measures(pattern: Tensor, tokens: Tensor, queries: Tensor) -> list[Tensor]:
-    keys = tokens == 0
-    return [
-        attention_entropy(pattern, queries),
-        focus_ratio(pattern, keys, queries),
-        focus_ratio_by_query(pattern, keys, queries, tokens, D_VOCAB),
-        self_focus(pattern, queries, tokens),
-        attention_lift(pattern, queries, tokens, D_VOCAB),
-        frequency_slope(pattern, queries, tokens, FREQUENCIES),
-    ]
+    attention = attention_by_token(pattern, tokens, queries, D_VOCAB)
+    measured = measures_of(attention, token_set(0), token_set(1, 2, 3), FREQUENCIES)
+    return [attention_entropy(pattern, queries), attention.mass, *measured]
 
 
 @masks
@@ -317,17 +431,26 @@ def per_head_measures(pattern: Tensor, tokens: Tensor, queries: Tensor) -> list[
 def test_the_order_of_sequences_does_not_matter_and_that_of_heads_is_kept(
     masked: Callable[[Tensor], Tensor], seed: int, order: list[int]
 ):
-    pattern, tokens, queries = (
-        masked(random_scores(seed)),
-        random_tokens(seed),
-        some(seed) | only_last(random_tokens(0)),
-    )
+    pattern, tokens, queries = masked(random_scores(seed)), random_tokens(seed), some_and_the_last(seed)
     expected = per_head_measures(pattern, tokens, queries)
     assert not torch.allclose(expected[0][0], expected[0][1])
     for a, b in zip(per_head_measures(pattern[order], tokens[order], queries[order]), expected, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)
     for a, b in zip(per_head_measures(pattern.flip(1), tokens, queries), expected, strict=True):
         torch.testing.assert_close(a, b.flip(0), equal_nan=True)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 3, 1)], ids=str)
+def test_leading_axes_of_attention_are_kept(lead: tuple[int, ...]):
+    mass = torch.rand(*lead, D_VOCAB, D_VOCAB, generator=generator(0), dtype=torch.float64)
+    share = torch.rand(D_VOCAB, D_VOCAB, generator=generator(1), dtype=torch.float64)
+    keys, asking = token_set(0, 3), token_set(1, 2)
+    alone = [
+        measures_of(TokenAttention(one, share), keys, asking, FREQUENCIES) for one in mass.reshape(-1, D_VOCAB, D_VOCAB)
+    ]
+    together = measures_of(TokenAttention(mass, share), keys, asking, FREQUENCIES)
+    for values, expected in zip(together, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(values, torch.stack(expected).reshape((*lead, *expected[0].shape)))
 
 
 def test_one_look_ahead_makes_a_pattern_not_causal():
@@ -339,26 +462,32 @@ def test_one_look_ahead_makes_a_pattern_not_causal():
     assert is_causal(pattern[:-1])
 
 
-def test_patterns_of_the_last_query_alone():
-    scores, tokens = random_scores(0), random_tokens(0)
-    whole, last = causal(scores), causal(scores)[:, :, -1:]
-    keys, chosen = tokens == 0, torch.ones(BATCH, 1, dtype=torch.bool)
-    torch.testing.assert_close(focus_ratio(last, keys, chosen), focus_ratio(whole, keys, only_last(tokens)))
-    torch.testing.assert_close(attention_entropy(last, chosen), attention_entropy(whole, only_last(tokens)))
+def test_entropy_of_the_last_query_alone():
+    tokens, pattern = random_tokens(0), causal(random_scores(0))
+    alone = attention_entropy(pattern[:, :, -1:], torch.ones(BATCH, 1, dtype=torch.bool))
+    torch.testing.assert_close(alone, attention_entropy(pattern, only_last(tokens)))
 
 
+@pytest.mark.parametrize("d_vocab", [2, 65], ids=["few tokens", "many tokens"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_sums_do_not_overflow_or_stall(dtype: torch.dtype):
-    tokens = (torch.arange(64) % 2).expand(1200, -1)
-    pattern = (torch.ones(64, 64).tril() / torch.arange(1, 65)[:, None]).to(dtype).expand(1200, 1, -1, -1)
-    queries, keys = everyone(tokens), tokens == 0
+def test_half_precision_sums_do_not_overflow_or_stall(dtype: torch.dtype, d_vocab: int):
+    batch = 2400  # of which the sums would overflow in half precision
+    tokens = (torch.arange(64) % 2).expand(batch, -1)
+    pattern = (torch.ones(64, 64).tril() / torch.arange(1, 65)[:, None]).to(dtype).expand(batch, 1, -1, -1)
+    queries = everyone(tokens)
     expected = sum(math.log(n) for n in range(1, 65)) / 64
     assert attention_entropy(pattern, queries).item() == pytest.approx(expected, rel=1e-2)
-    assert focus_ratio(pattern, keys, queries).item() == pytest.approx(1, abs=1e-2)
-    by_query = focus_ratio_by_query(pattern, keys, queries, tokens, 2)
-    assert by_query.flatten().tolist() == pytest.approx([1, 1], abs=1e-2)
-    assert attention_lift(pattern, queries, tokens, 2).flatten().tolist() == pytest.approx([1, 1], abs=1e-2)
-    assert self_focus(pattern, queries, tokens).item() == pytest.approx(1, abs=1e-2)
+    assert mass_by_token(pattern, tokens, queries, d_vocab).sum().item() == pytest.approx(64 * batch, rel=1e-2)
+    attention = attention_by_token(pattern, tokens, queries, d_vocab)
+    assert attention.mass.dtype == attention.share.dtype == torch.float32
+    frequencies = 1 / torch.arange(1, d_vocab + 1, dtype=torch.float64)
+    keys, asking = token_set(0, d_vocab=d_vocab), torch.ones(d_vocab, dtype=torch.bool)
+    ratio, own, slope, by_query, lift = measures_of(attention, keys, asking, frequencies)
+    assert ratio.item() == pytest.approx(1, abs=1e-2)
+    assert own.item() == pytest.approx(1, abs=1e-2)
+    assert slope.item() == pytest.approx(0, abs=2e-2)
+    assert by_query[0, :2].tolist() == pytest.approx([1, 1], abs=1e-2)
+    assert lift[0, :2].tolist() == pytest.approx([1, 1], abs=1e-2)
 
 
 def test_frequent_and_rare_tokens_by_hand():

@@ -1,12 +1,15 @@
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fd_interp import measures
+from fd_interp.measures import focus
 
 D_VOCAB, LENGTH = 4, 6
 TOKENS = torch.tensor([[0, 1, 2, 3, 0, 1], [2, 2, 0, 1, 3, 0]])
@@ -15,8 +18,9 @@ WEIGHT = torch.randn(D_VOCAB, 3, generator=torch.Generator().manual_seed(1))
 SCORES = torch.randn(2, 3, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
 CAUSAL = (SCORES + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)).softmax(-1)
 FREQUENCIES = torch.tensor([0.4, 0.3, 0.2, 0.1])
+EVERYWHERE = torch.ones_like(TOKENS, dtype=torch.bool)
 
-INPUTS = {
+INPUTS: dict[str, Any] = {
     "weight": WEIGHT,
     "start": WEIGHT + 1,
     "previous": WEIGHT - 1,
@@ -27,10 +31,10 @@ INPUTS = {
     "gamma": WEIGHT[:, 0],
     "frequencies": FREQUENCIES,
     "pattern": CAUSAL,
-    "keys": TOKENS == 0,
-    "mass": CAUSAL[..., 0],
-    "share": CAUSAL[:, 0, :, 0],
-    "queries": torch.ones_like(TOKENS, dtype=torch.bool),
+    "causal": True,
+    "attention": focus.attention_by_token(CAUSAL, TOKENS, EVERYWHERE, D_VOCAB),
+    "keys": FREQUENCIES > 0.25,
+    "queries": EVERYWHERE,
     "tokens": TOKENS,
     "d_vocab": D_VOCAB,
     "count": 2,
@@ -41,6 +45,16 @@ INPUTS = {
     "targets": TOKENS,
 }
 """One valid input for each parameter name that the measures share."""
+
+OWN_INPUTS: dict[Callable, dict[str, Any]] = {focus.focus_ratio: {"queries": FREQUENCIES < 0.35}}
+"""For measures that mean something else by a name: here a set of tokens, not of positions."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all-to-all": {"pattern": SCORES.softmax(-1), "causal": False},
+    "many-tokens": {"d_vocab": LENGTH + 1},
+}
+"""Inputs for which a measure may compute in another way."""
 
 
 def public_measures() -> list[Callable]:
@@ -64,15 +78,28 @@ def test_all_measures_are_here():
     assert {"redistribution.gamma_perp", "condensation.singular_values", "focus.is_causal"} < names
 
 
-@pytest.mark.parametrize("pattern", [CAUSAL, SCORES.softmax(-1)], ids=["causal", "all-to-all"])
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_among(value)
+
+
+def test_tensors_of_a_token_attention_are_looked_at():
+    attention = INPUTS["attention"]
+    assert [id(tensor) for tensor in tensors_among([1, attention])] == [id(attention.mass), id(attention.share)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("measure", public_measures(), ids=name_of)
-def test_a_measure_never_writes_to_its_input(measure: Callable, pattern: torch.Tensor):
-    inputs = INPUTS | {"pattern": pattern}
+def test_a_measure_never_writes_to_its_input(measure: Callable, variant: dict[str, Any]):
+    inputs = INPUTS | variant | OWN_INPUTS.get(measure, {})
     given = {name: inputs[name] for name in inspect.signature(measure).parameters}
-    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    tensors = list(tensors_among(given.values()))
     before, versions = [tensor.clone() for tensor in tensors], [tensor._version for tensor in tensors]
     result = measure(**given)
     assert [tensor._version for tensor in tensors] == versions
     assert all(map(torch.equal, tensors, before))
-    if isinstance(result, torch.Tensor):  # nor does it return a view through which its caller would write
-        assert result.untyped_storage().data_ptr() not in {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    for tensor in tensors_among([result]):  # nor does it return a view through which its caller would write
+        assert tensor.untyped_storage().data_ptr() not in {given.untyped_storage().data_ptr() for given in tensors}

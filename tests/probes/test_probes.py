@@ -112,6 +112,15 @@ def test_attention_on_ones_own_token_is_self_focus() -> None:
     assert trace.self_focus.item() == pytest.approx(1 / own.mean().item(), rel=1e-6)
 
 
+def test_tokens_that_the_batch_lacks_are_nan_and_leave_the_others_in_their_place() -> None:
+    tokens, _ = held_out(n=1)
+    assert tokens[0, 3:].unique().tolist() == [0, 4]
+    to_first = torch.zeros(5, 5)
+    to_first[4, 0] = -SHARP  # but where the first token is not in sight yet
+    trace = observed(scores(to_first), frequency_focus(), n=1)
+    np.testing.assert_allclose(trace.focus_ratio_by_query, [1, math.nan, math.nan, math.nan, math.nan], atol=1e-6)
+
+
 def test_more_tokens_can_count_as_frequent() -> None:
     to_second = torch.zeros(5, 5)
     to_second[:, 1] = SHARP
@@ -180,8 +189,8 @@ def deep_series(tmp_path_factory: pytest.TempPathFactory) -> Series:
 def test_every_number_is_the_measure_of_its_layer_head_and_step(deep_series: Series) -> None:
     trace, pi = observe(deep_series, EVERY_PROBE), CHAIN.token_frequencies()
     tokens, targets = deep_series.inputs.held_out
-    keys, queries = tokens == 0, (torch.arange(12) >= 3).expand(24, -1)
-    rare = queries & (tokens >= 3)
+    queries, token = (torch.arange(12) >= 3).expand(24, -1), torch.arange(5)
+    frequent, rare, every = token == 0, token >= 3, token >= 0
     first = previous = deep_series[0].weights()
     for snapshot in deep_series:
         weights, model = snapshot.weights(), snapshot.model()
@@ -194,12 +203,12 @@ def test_every_number_is_the_measure_of_its_layer_head_and_step(deep_series: Ser
         for layer in range(2):
             pattern = found.activations[f"blocks.{layer}.attn.hook_pattern"]
             check("attention_entropy", focus.attention_entropy(pattern, queries), layer=layer)
-            check("focus_ratio", focus.focus_ratio(pattern, keys, queries), layer=layer)
-            check("focus_ratio_rare", focus.focus_ratio(pattern, keys, rare), layer=layer)
-            by_query = focus.focus_ratio_by_query(pattern, keys, queries, tokens, 5)
-            check("focus_ratio_by_query", by_query, layer=layer)
-            check("self_focus", focus.self_focus(pattern, queries, tokens), layer=layer)
-            check("frequency_slope", focus.frequency_slope(pattern, queries, tokens, pi), layer=layer)
+            attention = focus.attention_by_token(pattern, tokens, queries, 5)
+            check("focus_ratio", focus.focus_ratio(attention, frequent, every), layer=layer)
+            check("focus_ratio_rare", focus.focus_ratio(attention, frequent, rare), layer=layer)
+            check("focus_ratio_by_query", focus.focus_ratio_by_query(attention, frequent), layer=layer)
+            check("self_focus", focus.self_focus(attention), layer=layer)
+            check("frequency_slope", focus.frequency_slope(attention, pi), layer=layer)
             for name in ("W_Q", "W_K"):
                 for head in range(3):
                     now, start, before = (w[f"blocks.{layer}.attn.{name}"][head] for w in (weights, first, previous))

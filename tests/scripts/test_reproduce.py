@@ -1,12 +1,11 @@
-import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce.py"
 SHORT = ["--seeds", "1", "--training.steps", "40", "--keep.held_out", "32", "--keep.at.count", "5"]
 
 
@@ -18,22 +17,18 @@ class Done(NamedTuple):
     stderr: str
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reproduce", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def reproduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def reproduce(
+    script: Callable[[str], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     monkeypatch.chdir(tmp_path)
-    script = load()
+    reproduction = script("scripts/reproduce.py")
 
     def call(*arguments: str) -> Done:
-        returncode = script.main(arguments)
+        returncode = reproduction.main(arguments)
         return Done(returncode, *capsys.readouterr())
 
     return call

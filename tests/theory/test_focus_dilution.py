@@ -350,13 +350,15 @@ def test_attention_is_measured_as_on_a_context_that_holds_each_token_as_often_as
     tokens = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 3]])
     scores = torch.from_numpy(weights.W_E @ weights.W_Q @ (weights.W_E @ weights.W_K).T)
     pattern = scores[tokens[0]][:, tokens[0]].softmax(-1)[None, None]
-    every, keys, pi = torch.ones_like(tokens, dtype=torch.bool), tokens == 1, chain.token_frequencies()
+    attention = measures.attention_by_token(pattern, tokens, torch.ones_like(tokens, dtype=torch.bool), 4)
+    token = torch.arange(4)
+    frequent, rare, every = token == 1, token >= 2, token >= 0
     measured = {
-        "focus_ratio": measures.focus_ratio(pattern, keys, every),
-        "focus_ratio_rare": measures.focus_ratio(pattern, keys, every & (tokens >= 2)),
-        "focus_ratio_by_query": measures.focus_ratio_by_query(pattern, keys, every, tokens, 4),
-        "self_focus": measures.self_focus(pattern, every, tokens),
-        "frequency_slope": measures.frequency_slope(pattern, every, tokens, pi),
+        "focus_ratio": measures.focus_ratio(attention, frequent, every),
+        "focus_ratio_rare": measures.focus_ratio(attention, frequent, rare),
+        "focus_ratio_by_query": measures.focus_ratio_by_query(attention, frequent),
+        "self_focus": measures.self_focus(attention),
+        "frequency_slope": measures.frequency_slope(attention, chain.token_frequencies()),
     }
     for name, value in measured.items():
         np.testing.assert_allclose(predicted[name], value[0], err_msg=name)

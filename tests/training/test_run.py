@@ -1,5 +1,6 @@
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_step_0_and_the_last_are_always_kept_and_none_beyond(at: Given | Every |
 def test_log_spaced_steps_are_as_fine_early_as_late() -> None:
     steps = kept(LogSpaced(count=50), 10_000)
     assert len(steps) > 40
-    assert max(later / earlier for earlier, later in zip(steps[20:], steps[21:], strict=False)) < 1.3
+    assert max(later / earlier for earlier, later in pairwise(steps[20:])) < 1.3
 
 
 def test_a_generator_depends_on_seed_purpose_and_index_and_on_nothing_else(small_run: Run) -> None:

@@ -111,7 +111,7 @@ def test_a_run_file_that_is_none_is_named(tmp_path: Path, content: bytes, reason
 
 
 def test_a_directory_without_a_run_or_without_snapshots_is_refused(tmp_path: Path, small_run: Run) -> None:
-    with pytest.raises(InputError, match="is not a run directory: it has no run.json"):
+    with pytest.raises(InputError, match=r"is not a run directory: it has no run\.json"):
         open_series(tmp_path)
     claim_directory(tmp_path / "new", small_run)
     with pytest.raises(InputError, match="new holds no snapshots yet"):
@@ -237,9 +237,10 @@ def test_a_full_disk_is_one_sentence_and_the_file_before_stays_whole(
         path.write_bytes(b"half")
         raise failure
 
-    with monkeypatch.context() as patched, pytest.raises(InputError) as caught:
+    with monkeypatch.context() as patched:
         patched.setattr(series_module, "save_file", half)
-        write_tensors(file, {"x": torch.zeros(3)})
+        with pytest.raises(InputError) as caught:
+            write_tensors(file, {"x": torch.zeros(3)})
     assert one_sentence(caught).startswith(f"{file} could not be written (")
     assert "No space left on device" in str(caught.value)
     assert str(caught.value).endswith("; what was kept before is whole")
@@ -248,9 +249,10 @@ def test_a_full_disk_is_one_sentence_and_the_file_before_stays_whole(
     def refuse(*paths: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(InputError, match="No space left on device"):
+    with monkeypatch.context() as patched:
         patched.setattr("os.fsync", refuse)
-        write_tensors(file, {"x": torch.zeros(3)})
+        with pytest.raises(InputError, match="No space left on device"):
+            write_tensors(file, {"x": torch.zeros(3)})
     assert listing(tmp_path) == before
 
 
