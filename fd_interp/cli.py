@@ -19,19 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and arguments.verb is not train:
         print(f"fd-interp: unknown option {rest[0]}; see fd-interp {arguments.name} --help", file=sys.stderr)
         return 2
-    from fd_interp.config import InputError
+    from fd_interp.command import exit_status
 
-    try:
-        return arguments.verb(arguments, rest)
-    except InputError as error:
-        print(f"fd-interp: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fd-interp: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output has seen enough, and the interpreter need not complain at exit
-        return 0
+    return exit_status("fd-interp", lambda: arguments.verb(arguments, rest))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,6 @@
 """The command line that every file in probes/ shares: what to look at, on how many seeds, and where results go."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from fd_interp.command import exit_status
 from fd_interp.config import InputError, nearest
 from fd_interp.observation import Probe, Trace, observe
 from fd_interp.overrides import override
@@ -36,18 +36,13 @@ class Question:
 def main(question: Question, description: str | None, argv: Sequence[str] | None = None) -> int:
     """Asks the question of whatever the command line names. 0: asked and answered; 2: bad input; 130: interrupted."""
     arguments, overrides = _parser(description).parse_known_args(argv)
-    try:
+
+    def answer() -> int:
         series = _series(arguments, overrides)
         _ask(question, series, _controls(series, arguments.seeds), arguments)
-    except InputError as error:
-        print(f"{question.name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{question.name}: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output has seen enough, and the interpreter need not complain at exit
-    return 0
+        return 0
+
+    return exit_status(question.name, answer)
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fd_interp.claims import Claim, Evidence, Verdict, judge, judge_control
+from fd_interp.command import exit_status
 from fd_interp.config import InputError
 from fd_interp.observation import Trace
 from fd_interp.overrides import override
@@ -175,20 +176,18 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Reproduces what the command line names; see the exit statuses above."""
     arguments, overrides = _parser().parse_known_args(argv)
-    arguments.out = arguments.out or Path("runs") / arguments.setting
+    return exit_status("reproduce", lambda: reproduce(arguments, overrides))
+
+
+def reproduce(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Runs, judges, writes the report and says what came out."""
     begun = time.monotonic()
-    try:
-        if arguments.seeds < 1:
-            raise InputError(f"--seeds must be at least 1, not {arguments.seeds}")
-        if arguments.setting.endswith("-text") and not arguments.text:
-            raise InputError("focus-dilution-text needs --text with at least one file")
-        results = REPRODUCTIONS[arguments.setting](arguments, overrides)
-    except InputError as error:
-        print(f"reproduce: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("reproduce: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    arguments.out = arguments.out or Path("runs") / arguments.setting
+    if arguments.seeds < 1:
+        raise InputError(f"--seeds must be at least 1, not {arguments.seeds}")
+    if arguments.setting.endswith("-text") and not arguments.text:
+        raise InputError("focus-dilution-text needs --text with at least one file")
+    results = REPRODUCTIONS[arguments.setting](arguments, overrides)
     page = arguments.out / "report.html"
     with atomic(page) as partial:
         partial.write_text(report_page(results.report), encoding="utf-8")

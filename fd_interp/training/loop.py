@@ -162,6 +162,7 @@ def new_model(run: Run) -> lens.Model:
 
 
 def snapshot_name(step: int) -> str:
+    """File name of a snapshot; names sort as their steps do."""
     return f"step_{step:08d}.safetensors"
 
 
