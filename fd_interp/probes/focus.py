@@ -49,7 +49,10 @@ def frequency_focus(top: int = 1, rare: float = measures.RARE_SHARE) -> Probe:
 
 
 class _Asked(NamedTuple):
-    """What depends on the batch alone. Tokens are numbered anew, so that a large vocabulary costs nothing."""
+    """What depends on the batch alone, for layers that are all causal or all not.
+
+    Tokens are numbered anew, so that a large vocabulary costs nothing.
+    """
 
     distinct: Int[Tensor, " vocab"]
     tokens: Int[Tensor, "batch position"]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fd_interp.config import InputError
 from fd_interp.measures.focus import (
     LEAST_LIFT,
     TokenAttention,
@@ -506,3 +507,10 @@ def test_no_token_is_both_frequent_and_rare(seed: int, frequent: int, share: flo
     frequencies = torch.rand(8, generator=torch.Generator().manual_seed(seed))
     both = frequent_tokens(frequencies, frequent) & rare_tokens(frequencies, frequent, share)
     assert not both.any()
+
+
+def test_patterns_of_some_queries_only_are_refused():
+    last = torch.full((1, 2, 1, 4), 0.25)
+    tokens = torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(InputError, match="the pattern has 1 queries and 4 keys, and must have as many"):
+        attention_by_token(last, tokens, torch.ones_like(tokens, dtype=torch.bool), 2)
