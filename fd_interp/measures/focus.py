@@ -52,7 +52,16 @@ def mass_by_token(
     queries: Bool[Tensor, "batch query"],
     d_vocab: int,
 ) -> Float[Tensor, "head query_token key_token"]:
-    """`TokenAttention.mass`, for a series whose share stays the same from snapshot to snapshot."""
+    """`TokenAttention.mass`, for a series whose share stays the same from snapshot to snapshot.
+
+    Raises:
+        InputError: the pattern is not that of every query of the tokens.
+    """
+    if pattern.shape[-2:] != (tokens.shape[1], tokens.shape[1]):
+        raise InputError(
+            f"the pattern has {pattern.shape[-2]} queries and {pattern.shape[-1]} keys, "
+            f"and must have as many of each as there are positions, {tokens.shape[1]}"
+        )
     pattern, tokens = at_least_single(pattern), tokens.long()
     if d_vocab <= tokens.shape[1]:
         # Products with one-hot vectors; for few tokens much faster than adding entry by entry.

@@ -26,9 +26,6 @@ MULTI_HEAD = OneLayer(d_model=5, d_head=3, n_heads=2, attn_scale=1.7, fixed={"W_
 ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
 MOMENTUM = SGD(lr=0.2, momentum=0.9)
 
-on_3 = pytest.mark.skipif(not lens.HAS_HOOKED_TRANSFORMER, reason="HookedTransformer was removed in 4.0")
-on_4 = pytest.mark.skipif(lens.HAS_HOOKED_TRANSFORMER, reason="convert_tl_checkpoint came in 4.0")
-
 
 def changed(run: Run, **fields: object) -> Run:
     """The run with other fields of its own, or of its training or what it keeps."""
@@ -280,6 +277,7 @@ def test_everything_is_computed_with_the_runs_own_number_of_threads(
     assert (seen, torch.get_num_threads()) == ([2, 2, 2, 2], before)
 
 
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("config", [DEEP, Transformer(d_model=6, d_head=6, fixed={"W_pos": "zero"}, std=0.3)])
 def test_a_transformers_snapshot_opens_in_plain_transformer_lens(
     small_run: Run, tmp_path: Path, config: Transformer
