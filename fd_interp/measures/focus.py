@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from fd_interp.config import InputError
 from fd_interp.measures._precision import at_least_single
 
 LEAST_LIFT = 1e-6
