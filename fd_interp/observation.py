@@ -102,6 +102,7 @@ def observe(
     variables = _declared(probes)
     batch = series.inputs.held_out if batch is None else batch
     model = series.build()
+    _check_batch(batch, model)
     wanted = {hook for probe in probes for hook in probe.hooks}
     asked = lens.resolve_hooks(model, sorted(wanted - {LOGITS}))
     hooks = [hook for hook in lens.hook_names(model) if hook in asked]  # in the order of the layers
@@ -128,6 +129,15 @@ def _declared(probes: Sequence[Probe]) -> dict[str, Variable]:
                 raise InputError(f"probes {owner[name]} and {probe.name} both measure {name}; observe them apart")
             owner[name] = probe.name
     return {name: variable for probe in probes for name, variable in probe.variables.items()}
+
+
+def _check_batch(batch: Batch, model: lens.Model) -> None:
+    length, d_vocab, n_ctx = batch.tokens.shape[1], model.cfg.d_vocab, model.cfg.n_ctx
+    if length > n_ctx:
+        raise InputError(f"the sequences have {length} tokens, and the model sees at most {n_ctx}")
+    least, most = int(batch.tokens.min()), int(batch.tokens.max())
+    if least < 0 or most >= d_vocab:
+        raise InputError(f"tokens must be in [0, {d_vocab}), the model's vocabulary, but go from {least} to {most}")
 
 
 def _run(model: lens.Model, weights: lens.Weights, hooks: list[str], batch: Batch) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ Exit status: 0 where every claim holds and every control fails as it must, 1 whe
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from fd_interp.papers.focus_dilution.settings import PAPER_PI, TEXT, ZIPF
 from fd_interp.report.figures import one_head, overview_figure
 from fd_interp.report.page import Report, Section, report_page
 from fd_interp.report.sections import run_section
-from fd_interp.reproduction import as_json, traces_of, versions
+from fd_interp.reproduction import as_json, show_json, traces_of, versions
 from fd_interp.training.run import Run
 from fd_interp.training.series import atomic, open_series
 
@@ -193,7 +192,7 @@ def reproduce(arguments: argparse.Namespace, overrides: list[str]) -> int:
         partial.write_text(report_page(results.report), encoding="utf-8")
     seconds = time.monotonic() - begun
     if arguments.json:
-        print(json.dumps(as_json(results.setting, results.seeds, results.verdicts, seconds), indent=2))
+        show_json(as_json(results.setting, results.seeds, results.verdicts, seconds))
     else:
         _print_verdicts(results.verdicts)
         print(f"{results.report.summary}\n{seconds:.0f} seconds. Report: {page.resolve()}")

@@ -307,3 +307,16 @@ def test_attention_is_measured_after_the_first_quarter(length: int, first: int) 
     tokens = torch.zeros(2, length, dtype=torch.long)
     chosen = chosen_queries(Batch(tokens, tokens))
     assert chosen.tolist() == [[position >= first for position in range(length)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (torch.zeros(2, 7, dtype=torch.int64), "the sequences have 7 tokens, and the model sees at most 6"),
+        (torch.tensor([[0, 4]]), r"tokens must be in \[0, 4\), the model's vocabulary, but go from 0 to 4"),
+        (torch.tensor([[-1, 3]]), r"tokens must be in \[0, 4\), the model's vocabulary, but go from -1 to 3"),
+    ],
+)
+def test_sequences_that_the_model_cannot_read_are_refused(small_directory: Path, tokens: Tensor, sentence: str):
+    with pytest.raises(InputError, match=sentence):
+        observe(open_series(small_directory), [frequency_focus()], Batch(tokens, tokens))

@@ -82,3 +82,6 @@ def _check_weight_names(config: OneLayer | Transformer, known: set[str]) -> None
     unknown = (config.fixed.keys() | config.stds.keys()) - known
     if unknown:
         raise InputError(f"{config.kind} has no weight {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    for name, hold in config.fixed.items():
+        if hold == "identity" and name.startswith("b_"):
+            raise InputError(f"{name} is a bias, so it can be held at zero, not at the identity")

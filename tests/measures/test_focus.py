@@ -513,4 +513,4 @@ def test_patterns_of_some_queries_only_are_refused():
     last = torch.full((1, 2, 1, 4), 0.25)
     tokens = torch.tensor([[0, 1, 0, 1]])
     with pytest.raises(InputError, match="the pattern has 1 queries and 4 keys, and must have as many"):
-        attention_by_token(last, tokens, torch.ones_like(tokens, dtype=torch.bool), 2)
+        attention_by_token(last, tokens, torch.ones(1, 1, dtype=torch.bool), 2)

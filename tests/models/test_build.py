@@ -185,3 +185,8 @@ def test_the_identity_needs_square_heads(name: str) -> None:
     with pytest.raises(InputError, match="has no weight W_in"):
         Transformer(fixed={"W_in": "zero"})
     assert Transformer(d_mlp=4, fixed={"W_in": "zero"}).fixed == {"W_in": "zero"}
+
+
+def test_a_bias_cannot_be_held_at_the_identity():
+    with pytest.raises(InputError, match="b_Q is a bias, so it can be held at zero, not at the identity"):
+        Transformer(fixed={"b_Q": "identity"})
