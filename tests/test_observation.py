@@ -15,6 +15,7 @@ from fd_interp.models import lens
 from fd_interp.models.build import build, initial_weights
 from fd_interp.models.config import OneLayer, Transformer
 from fd_interp.observation import LOGITS, Observation, Probe, Variable, by_head, chosen_queries, observe
+from fd_interp.probes.focus import frequency_focus
 from fd_interp.reproduction import write_trace
 from fd_interp.sources import from_checkpoints
 from fd_interp.tasks.task import Batch
