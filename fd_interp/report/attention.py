@@ -64,7 +64,7 @@ def attention_fragment(tokens: Sequence[str], frames: Sequence[AttentionFrame], 
     shown = _shown(rounded, causal)
     top = float(max(patterns.max() for patterns in rounded) / _UNITS) or 1.0
     steps = [int(frames[i].step) for i in shown]
-    head = {"steps": steps, "tokens": [_visible(token) for token in tokens], "causal": causal, "top": top}
+    head = {"steps": steps, "tokens": [visible(token) for token in tokens], "causal": causal, "top": top}
     n_layers, n_heads = rounded[0].shape[:2]
     return _template("attention.html.jinja").render(
         id=element_id,
@@ -131,7 +131,8 @@ def _template(name: str) -> Any:
     return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template(name)
 
 
-def _visible(token: str) -> str:
+def visible(token: str) -> str:
+    """The token with a sign for every kind of white space and control character, cut when long."""
     # CircuitsVis deletes white space from its labels, so every kind of it needs a sign.
     text = "".join("·" if sign.isspace() else sign for sign in token.translate(_SIGNS)) or "∅"
     return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"

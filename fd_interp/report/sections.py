@@ -5,6 +5,7 @@ from types import ModuleType
 
 from fd_interp.observation import Trace
 from fd_interp.report import figures
+from fd_interp.report.attention import visible
 from fd_interp.report.page import Section
 from fd_interp.report.views import attention_of, spread_steps
 from fd_interp.training.series import Series
@@ -32,7 +33,7 @@ def run_section(
     curves = [figures.one_head(seed) for seed in seeds]
     last = series.steps[-1]
     theory = [figures.one_head(trace).sel(step=slice(0, last)) for trace in predicted]
-    panels = paper.panels([(token, tokens[token]) for token in order], baselines)
+    panels = paper.panels([(token, visible(tokens[token])) for token in order], baselines)
     small = [figures.panel_figure(panel, curves, stages, theory) for panel in panels]
     wide = []
     if len(tokens) <= MOST_TOKENS_OF_MATRIX:
