@@ -67,7 +67,7 @@ def test_a_wrong_rate_is_not_confirmed():
 def test_control_fails_in_the_population_flow(name: str):
     control = CONTROLS[name]
     traces = evidence(population.predicted(control.run, SEEDS), control.run)
-    for claim in control.must_fail:
+    for claim in control.in_population:
         verdict = judge_control(claim, traces, where=name, control=control.taken_away)
         assert verdict.holds, verdict.measured
 
@@ -79,7 +79,7 @@ def test_control_fails_on_the_model(name: str, tmp_path):
         update={"seed": SEEDS[0], "training": control.run.training.model_copy(update={"steps": 1200})}
     )
     traces = [observe(train(run, tmp_path / name, show_progress=False), paper.probes(run))]
-    for claim in control.must_fail:
+    for claim in control.in_model:
         verdict = judge_control(claim, evidence(traces, run), where=name, control=control.taken_away)
         assert verdict.holds, verdict.measured
     # That the claim fails says something only because the run did condense, as it must before it can focus.
