@@ -115,7 +115,7 @@ def controls(base: Run) -> list[Control]:
     task = base.task
     if not isinstance(task, MarkovChain):
         return []
-    frozen: dict[str, Hold] = {"W_V": "identity", "W_O": "identity", "W_Q": "init", "W_K": "init"}
+    frozen: dict[str, Hold] = {**base.model.fixed, "W_Q": "init", "W_K": "init"}
     common = {"persistence": task.persistence, "context": task.context}
     independent = MarkovChain(pi=task.pi, persistence=0.0, context=task.context)
     return [
@@ -142,7 +142,7 @@ def controls(base: Run) -> list[Control]:
         Control(
             "frozen-attention",
             "W_Q and W_K are held at their start",
-            changed(base, model=OneLayer(fixed=frozen)),
+            changed(base, model=base.model.model_copy(update={"fixed": frozen})),
             in_model=(claims.FOCUS, claims.DILUTION),
         ),
         Control(
