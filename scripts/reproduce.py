@@ -40,8 +40,8 @@ CONTROL_TEXT = (
 )
 FINITE_TEXT = (
     "Two controls are complete only in the population flow. In a finite context a query's own token is more visible "
-    "than its frequency says: so equal rare tokens do get a second direction there, and with uniform frequencies attention "
-    "learns in the end, though nothing condenses before."
+    "than its frequency says: so equal rare tokens do get a second direction there, and with uniform frequencies "
+    "attention learns in the end, though nothing condenses before."
 )
 
 
