@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
     expected: str
     measured: str
     holds: bool
-    """The claim holds on every seed; for a control, it fails on every seed, as it must."""
+    """The claim holds on every seed; for a control, it fails on every seed, as it must, and holds without it."""
     control: str | None
     """What was taken away, for a control."""
 
@@ -63,12 +63,20 @@ def judge(claim: Claim, seeds: Sequence[Evidence], *, where: str) -> Verdict:
     )
 
 
-def judge_control(claim: Claim, seeds: Sequence[Evidence], *, where: str, control: str) -> Verdict:
-    """A control does its work where the claim fails on every seed."""
+def judge_control(
+    claim: Claim, seeds: Sequence[Evidence], *, where: str, control: str, paired: Sequence[Evidence]
+) -> Verdict:
+    """A control does its work where the claim fails on every seed, and holds on those of the run that it was made from.
+
+    Without the second a claim that nothing fulfils, after too few steps say, would make every control look good.
+    """
     findings = [claim.check(evidence) for evidence in seeds]
-    holds = bool(findings) and not any(finding.holds for finding in findings)
-    expected = f"not: {claim.expected}"
-    return Verdict(f"{where}/{claim.id}", claim.statement, claim.source, expected, _summary(findings), holds, control)
+    found = bool(paired) and all(claim.check(evidence).holds for evidence in paired)
+    holds = found and bool(findings) and not any(finding.holds for finding in findings)
+    measured = _summary(findings) + ("" if found else "; says nothing, because the claim fails on its own run too")
+    return Verdict(
+        f"{where}/{claim.id}", claim.statement, claim.source, f"not: {claim.expected}", measured, holds, control
+    )
 
 
 def _summary(findings: Sequence[Finding]) -> str:

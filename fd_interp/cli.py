@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from fd_interp.training.series import Series
 
 
+REPORT_TEXT = (
+    "Solid: the run. Dashed, where the theory applies: descent on the population loss from the run's own start. "
+    "Shaded: its stages. Dotted: losses of simpler predictors, and uniform attention."
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb. 0: done, and every claim holds; 1: a claim does not hold; 2: bad input; 130: interrupted."""
     arguments, rest = _parser().parse_known_args(argv)
@@ -49,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Any field: --task.persistence 0.3 --training.optimizer.kind adamw",
     )
     training.add_argument("setting", metavar="SETTING", help="a name from `fd-interp list`")
-    training.add_argument("--out", type=Path, help="run directory (default: runs/SETTING)")
+    training.add_argument("--out", type=Path, help="run directory (default: runs/SETTING/seed-SEED)")
     verb(observe, "measure every snapshot and keep the trace")
     verb(stages, "when each stage began, and what was seen")
     verb(check, "judge the paper's claims on a run")
@@ -88,7 +94,7 @@ def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from fd_interp.training import loop
 
     run = override(setting(arguments.setting), overrides)
-    directory = arguments.out or Path("runs") / arguments.setting
+    directory = arguments.out or Path("runs") / arguments.setting / f"seed-{run.seed}"
     begun = time.monotonic()
     series = loop.train(run, directory, show_progress=not arguments.json)
     seconds = round(time.monotonic() - begun, 1)
@@ -170,7 +176,8 @@ def report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     paper = paper_of(run)
     evidence = [Evidence.of(trace, run.task.baselines())]
     verdicts = [judge(claim, evidence, where=arguments.run.name) for claim in paper.claims_about(run)]
-    section = run_section(paper, arguments.run.name, "", series, [trace], paper.predicted(run, [run.seed]))
+    theory = paper.predicted(run, [run.seed], steps=max(series.steps[-1], 1))
+    section = run_section(paper, arguments.run.name, REPORT_TEXT, series, [trace], theory)
     held = f"{sum(v.holds for v in verdicts)} of {len(verdicts)} claims hold on this run of seed {run.seed}."
     page = report_page(Report(paper.TITLE, paper.PAPER, held, verdicts, [section], versions()))
     return _write_page(arguments, page, arguments.out or arguments.run / "report.html")

@@ -82,6 +82,8 @@ def _set(fields: dict[str, Any], path: list[str], value: Any) -> None:
             fields[name] = _nested(path[depth + 1 :], value)
             return
         fields = inner
+    if isinstance(fields.get(last), dict) and isinstance(value, str) and "kind" in fields[last]:
+        fields, last = fields[last], "kind"
     if last == "kind" and fields.get("kind") != value:
         fields.clear()
     fields[last] = [value] if isinstance(fields.get(last), list) and not isinstance(value, list) else value

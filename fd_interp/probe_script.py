@@ -62,7 +62,11 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--text", help="stories to run a llama2.c checkpoint on")
     parser.add_argument("--tokenizer", help="folder with the checkpoint's tokenizer.json")
-    parser.add_argument("--out", type=Path, help="folder for trace and figure (default: beside the run)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for results, and for runs to train (default: that of the run)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -74,7 +78,8 @@ def _series(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Ser
     if not path.exists() and arguments.run in settings():
         run = override(setting(arguments.run), overrides)
         runs = [run.model_copy(update={"seed": run.seed + index}) for index in range(arguments.seeds)]
-        return [train(run, Path("runs") / arguments.run / f"seed-{run.seed}") for run in runs]
+        folder = arguments.out or Path("runs") / arguments.run
+        return [train(run, folder / f"seed-{run.seed}") for run in runs]
     if overrides:
         raise InputError(f"{overrides[0]} changes a setting, and {path} is none; {nearest(arguments.run, settings())}")
     if not path.exists():

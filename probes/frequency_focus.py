@@ -1,8 +1,8 @@
 """Does attention go to frequent tokens, in which heads, and does it turn away from them again?
 
-arXiv 2605.01199, stages II and III: once the embedding has condensed along the token frequencies, every query turns to
-the most frequent tokens (focus ratio above 1); then rare queries turn away from them (below 1). On chains where
-frequent tokens are followed by rare ones attention first leaves the frequent tokens instead.
+arXiv 2605.01199, stages II and III: once the embedding has condensed along the token frequencies, queries turn to the
+most frequent tokens (focus ratio above 1), frequent queries most; then rare queries turn away from them (below 1). On
+chains where frequent tokens are followed by rare ones attention first leaves the frequent tokens instead.
 
     python probes/frequency_focus.py runs/focus-dilution/zipf-8 --seeds 3
     python probes/frequency_focus.py stories260K.bin --text stories.txt --seeds 3
@@ -59,14 +59,14 @@ def onsets(trace: Trace) -> list[Row]:
 def _onsets_of_head(head: Trace, label: str) -> Row:
     departed = first_departure(head.focus_ratio, UNFOCUSED, FOCUSED)
     peak = step_of_maximum(head.focus_ratio)
-    diluted = first_step(head.focus_ratio_rare < 1, step_of_maximum(head.focus_ratio_rare))
+    diluted = first_step(head.focus_ratio_rare < UNFOCUSED, step_of_maximum(head.focus_ratio_rare))
     return {
         "head": label,
         "departs": departed and departed[0],
         "towards": None if departed is None else "frequent" if departed[1] > 0 else "rare",
         "peak focus": None if peak is None else float(head.focus_ratio.sel(step=peak)),
         "at": peak,
-        "rare queries below 1": diluted,
+        f"rare queries below {UNFOCUSED}": diluted,
         "rare focus, end": float(head.focus_ratio_rare[-1]),
         "frequency slope, end": float(head.frequency_slope[-1]),
         "own-token focus, end": float(head.self_focus[-1]),

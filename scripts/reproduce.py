@@ -34,9 +34,10 @@ CHAIN_TEXT = (
     "start, where contexts are infinitely long. Shaded: the stages of the first seed."
 )
 CONTROL_TEXT = (
-    "The ratio of attention on the most frequent token to its share, in runs that lack one thing each. The residual "
-    "model is a result in itself: under gradient descent the standard transformer shows no cycle on these chains, "
-    "because its residual stream learns the bigram without attention."
+    "The ratio of attention on the most frequent token to its share, in runs that lack what the cycle needs. The "
+    "residual model is a result in itself: a plain transformer of one layer and one head, with residual stream, "
+    "positions and trained W_V and W_O, shows no cycle under gradient descent on these chains and reaches the bigram "
+    "with its attention as at the start."
 )
 FINITE_TEXT = (
     "Two controls are complete only in the population flow. In a finite context a query's own token is more visible "
@@ -71,13 +72,17 @@ def focus_dilution(arguments: argparse.Namespace, overrides: list[str]) -> Resul
             verdicts += _judged(population.rate_claims(run), run, population.flows(run, seeds), f"{case}/population")
     for control in controls:
         for limit, must_fail, seen in (
-            ("model", control.in_model, traces[control.name]),
-            ("population", control.in_population, theory[control.name]),
+            ("model", control.in_model, traces),
+            ("population", control.in_population, theory),
         ):
-            evidence = [_evidence(trace, control.run) for trace in seen]
+            evidence = [_evidence(trace, control.run) for trace in seen[control.name]]
+            paired = [_evidence(trace, base["zipf-8"]) for trace in seen["zipf-8"]]
             verdicts += [
-                judge_control(claim, evidence, where=f"{control.name}/{limit}", control=control.taken_away)
+                judge_control(
+                    claim, evidence, where=f"{control.name}/{limit}", control=control.taken_away, paired=paired
+                )
                 for claim in must_fail
+                if evidence
             ]
 
     texts = {"zipf-8": "eight tokens with Zipf's frequencies", "paper-pi": "the paper's four tokens"}
@@ -104,10 +109,12 @@ def focus_dilution_text(arguments: argparse.Namespace, overrides: list[str]) -> 
     frozen = {f"{case}-frozen": _frozen(run) for case, run in cases.items()}
     traces = traces_of(cases | frozen, seeds, out, paper.probes)
     verdicts = [v for case, run in cases.items() for v in _judged(paper.claims_about(run), run, traces[case], case)]
-    for case, run in frozen.items():
-        evidence = [_evidence(trace, run) for trace in traces[case]]
+    for case, run in cases.items():
+        evidence = [_evidence(trace, run) for trace in traces[f"{case}-frozen"]]
+        paired = [_evidence(trace, run) for trace in traces[case]]
+        held = "W_Q and W_K are held at their start"
         verdicts += [
-            judge_control(claim, evidence, where=case, control="W_Q and W_K are held at their start")
+            judge_control(claim, evidence, where=f"{case}-frozen", control=held, paired=paired)
             for claim in paper.claims_about(run)
             if claim.id in ("focus", "dilution")
         ]

@@ -38,13 +38,20 @@ RISE = claim(of_value)
 def test_a_claim_holds_on_every_seed_and_a_control_fails_on_every_seed(values, holds: bool, does_its_work: bool):
     seeds = [seed(value) for value in values]
     assert judge(RISE, seeds, where="run").holds is holds
-    assert judge_control(RISE, seeds, where="run", control="nothing").holds is does_its_work
+    assert judge_control(RISE, seeds, where="run", control="nothing", paired=[seed(2)]).holds is does_its_work
+
+
+@pytest.mark.parametrize("paired", [[], [0], [2, 0]])
+def test_a_control_says_nothing_where_the_claim_fails_without_it_too(paired: list[int]):
+    verdict = judge_control(RISE, [seed(0)], where="run", control="nothing", paired=[seed(value) for value in paired])
+    assert not verdict.holds
+    assert "says nothing, because the claim fails on its own run too" in verdict.measured
 
 
 def test_a_verdict_says_what_was_claimed_and_where():
     verdict = judge(RISE, [seed(2)], where="zipf")
     assert verdict == ("zipf/rise", "It rises", "arXiv 0000.00000", "more than 1", verdict.measured, True, None)
-    control = judge_control(RISE, [seed(0)], where="zipf-flat", control="no slope")
+    control = judge_control(RISE, [seed(0)], where="zipf-flat", control="no slope", paired=[seed(2)])
     assert (control.id, control.expected, control.control) == ("zipf-flat/rise", "not: more than 1", "no slope")
 
 

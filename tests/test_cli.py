@@ -101,11 +101,11 @@ def test_list_shows_what_can_be_changed(fd: Command) -> None:
 def test_train_trains_the_setting_with_what_was_changed(fd: Command, tmp_path: Path) -> None:
     done = fd("train", "focus-dilution", *SMALL, "--seed", "3", "--task.persistence=0.25")
     assert (done.code, done.err) == (0, "")
-    assert "next: fd-interp report runs/focus-dilution" in done.out
-    series = open_series(tmp_path / "runs" / "focus-dilution")
+    assert "next: fd-interp report runs/focus-dilution/seed-3" in done.out
+    series = open_series(tmp_path / "runs" / "focus-dilution" / "seed-3")
     assert series.run is not None
     assert (series.run.seed, series.run.task.persistence, series.run.training.steps) == (3, 0.25, 20)
-    assert f"{len(series)} snapshots up to step 20 in runs/focus-dilution" in done.out
+    assert f"{len(series)} snapshots up to step 20 in runs/focus-dilution/seed-3" in done.out
 
 
 def test_train_takes_a_directory_and_speaks_json(fd: Command, tmp_path: Path) -> None:

@@ -106,7 +106,6 @@ def test_a_value_with_spaces_is_one_argument() -> None:
         ("--training.optimizer.lr Infinity", "lr: Input should be a finite number"),
         ("--training.optimizer.lr NaN", "lr: Input should be a finite number"),
         ("--training.optimizer.kind adam", "'sgd', 'adamw'"),
-        ("--training.optimizer adamw", "optimizer: Input should be a valid dictionary"),
         ("--task none", "task"),
         ("--model.fixed.W_X zero", "one_layer has no weight W_X"),
         ("--seed", "--seed needs a value"),
@@ -178,3 +177,7 @@ def test_any_value_that_fits_arrives_whole(persistence: float, steps: int, seed:
     assert (run.task.persistence, run.training.steps, run.seed) == (persistence, steps, seed)
     assert run.keep.hooks == tuple(hooks)
     assert (run.task.pi, run.model) == (MarkovChain.zipf(8).pi, OneLayer())
+
+
+def test_the_name_of_a_kind_stands_for_its_part():
+    assert override(RUN, ["--training.optimizer", "adamw"]) == override(RUN, ["--training.optimizer.kind", "adamw"])

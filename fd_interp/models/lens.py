@@ -1,7 +1,7 @@
 """The one place that knows which TransformerLens is installed, and the one naming and layout of weights.
 
 3.x builds a `HookedTransformer`; 4.x, where that was removed, a native `TransformerBridge`. Names and shapes of weights
-are HookedTransformer's on both, so that a snapshot opens in plain TransformerLens: with
+are HookedTransformer's on both, so that a snapshot of a `Transformer` opens in plain TransformerLens: with
 `HookedTransformer.load_state_dict(weights, strict=False)` on 3.x (it also has buffers), and with
 `bridge.load_state_dict(convert_tl_checkpoint(weights, bridge.cfg))` on 4.x.
 """

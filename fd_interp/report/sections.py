@@ -30,7 +30,7 @@ def run_section(
     tokens, stages = series.inputs.token_strings, paper.stages(seeds[0])
     baselines = series.run.task.baselines() if series.run else []
     order = series.inputs.frequencies.argsort(descending=True, stable=True).tolist()
-    curves = [figures.one_head(seed) for seed in seeds]
+    curves = [paper.most_focused_head(seed) for seed in seeds]
     last = series.steps[-1]
     theory = [figures.one_head(trace).sel(step=slice(0, last)) for trace in predicted]
     panels = paper.panels([(token, visible(tokens[token])) for token in order], baselines)

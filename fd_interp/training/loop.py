@@ -19,15 +19,17 @@ from fd_interp.models import lens
 from fd_interp.models.build import build, initial_weights, trained
 from fd_interp.models.one_layer import LAST_QUERY, OneLayerAttention
 from fd_interp.tasks.task import Batch
+from fd_interp.tasks.text import TextCorpus
 from fd_interp.training.interrupt import deferred_interrupts
 from fd_interp.training.run import SGD, Run
-from fd_interp.training.series import Series, atomic, claim_directory, read_tensors, series_of, write_tensors
+from fd_interp.training.series import Series, atomic, claim_directory, is_whole, read_tensors, series_of, write_tensors
 from fd_interp.training.threads import torch_threads
 
 BATCHES_PER_DRAW = 64
 SECONDS_BETWEEN_STATES = 20.0
 LOSSES_FILE = "losses.parquet"
 STATE_FILE = "state/latest.safetensors"
+TEXT_FILE = "text.sha256"
 REMEDY = "a smaller learning rate or initial std may help"
 
 
@@ -123,7 +125,9 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     optimizer = make_optimizer(run, parameters)
     keep = snapshot_keeper(run, directory, model)
     claim_directory(directory, run)
+    keep_text(run, directory)
     losses = restore(directory, model, optimizer, parameters)
+    check_kept(run, directory, len(losses))
     if not losses:
         with torch_threads(run.threads):
             keep(0)
@@ -152,6 +156,29 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
             bar.update()
     save_state(directory, model, optimizer, parameters, losses)
     return series_of(run, directory)
+
+
+def check_kept(run: Run, directory: Path, last: int) -> None:
+    """Refuses to go on where snapshots that were kept are gone or broken, since only training anew brings them back."""
+    steps = [step for step in run.kept_steps() if step <= last and (last or step)]
+    lost = [step for step in steps if not is_whole(directory / "weights" / snapshot_name(step))]
+    if lost:
+        raise InputError(
+            f"{directory} has lost the snapshots of steps {', '.join(map(str, lost))}; "
+            f"remove {directory / STATE_FILE} to train it anew from the start"
+        )
+
+
+def keep_text(run: Run, directory: Path) -> None:
+    """Leaves the fingerprint of a text beside its run, or refuses to go on with another text under the same name."""
+    if not isinstance(run.task, TextCorpus):
+        return
+    file = directory / TEXT_FILE
+    if not file.exists():
+        with atomic(file) as partial:
+            partial.write_text(run.task.fingerprint, encoding="utf-8")
+    elif file.read_text(encoding="utf-8") != run.task.fingerprint:
+        raise InputError(f"{run.task.source} no longer holds the text that {directory} was trained on")
 
 
 def new_model(run: Run) -> lens.Model:

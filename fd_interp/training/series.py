@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -109,9 +109,11 @@ def open_series(directory: str | Path) -> Series:
 
 def series_of(run: Run, directory: Path) -> Series:
     """The snapshots that a run has left in its directory so far."""
-    files = sorted((directory / "weights").glob("step_*.safetensors"))
+    files = sorted((directory / "weights").glob(f"step_{'[0-9]' * 8}.safetensors"))
     if not files:
         raise InputError(f"{directory} holds no snapshots yet")
+    if files[0].stem != f"step_{0:08d}":
+        raise InputError(f"{directory} has lost its snapshot of step 0, which the others are compared with")
 
     def model() -> lens.Model:
         return build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype)
@@ -200,6 +202,15 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     }
     with atomic(file) as partial:
         save_file(copies, partial, metadata)
+
+
+def is_whole(file: Path) -> bool:
+    """Whether there is such a safetensors file, of the length that its header announces; the rest is not read."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

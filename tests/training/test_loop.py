@@ -17,7 +17,7 @@ from fd_interp.models.config import OneLayer, Transformer
 from fd_interp.tasks.text import TextCorpus
 from fd_interp.training import loop
 from fd_interp.training.loop import BATCHES_PER_DRAW, DivergedError, batches, new_model, train
-from fd_interp.training.run import SGD, AdamW, Given, Run, Training
+from fd_interp.training.run import SGD, AdamW, Given, Keep, Run, Training
 from fd_interp.training.series import open_series
 from tests.training.test_series import listing, one_sentence
 
@@ -470,3 +470,35 @@ def test_a_full_disk_leaves_what_was_kept_and_training_goes_on_from_there(
     assert {name: reference[name] for name in left} == left
     assert open_series(directory).steps == ([0, 10, 20, 30] if folder == "state" else [0, 10])
     assert quietly(small_run, directory) == reference
+
+
+def test_lost_snapshots_are_named_and_not_passed_over(own_directory: Path, small_run: Run):
+    (own_directory / "weights" / "step_00000020.safetensors").write_bytes(b"broken")
+    with pytest.raises(InputError, match=r"has lost the snapshots of steps 20; remove .* to train it anew"):
+        train(small_run, own_directory, show_progress=False)
+    (own_directory / "state" / "latest.safetensors").unlink()
+    assert train(small_run, own_directory, show_progress=False).steps == [0, 10, 20, 30]
+
+
+def test_a_series_without_its_start_is_refused(own_directory: Path):
+    (own_directory / "weights" / "step_00000000.safetensors").unlink()
+    with pytest.raises(InputError, match="has lost its snapshot of step 0"):
+        open_series(own_directory)
+
+
+def test_another_text_under_the_same_name_is_refused(tmp_path: Path):
+    text = tmp_path / "tales.txt"
+    tales = [
+        f"tale {number}: the cat saw a dog and the dog saw the cat near the old red house " for number in range(60)
+    ]
+    text.write_text("<|endoftext|>".join(tales), encoding="utf-8")
+    run = Run(
+        task=TextCorpus(source=str(text), vocab=262, context=8),
+        model=OneLayer(d_model=4, d_head=4),
+        training=Training(steps=2, batch_size=2),
+        keep=Keep(held_out=4),
+    )
+    train(run, tmp_path / "run", show_progress=False)
+    text.write_text("<|endoftext|>".join(tales[:50]), encoding="utf-8")
+    with pytest.raises(InputError, match="no longer holds the text that"):
+        train(Run(**run.model_dump()), tmp_path / "run", show_progress=False)  # reads its text anew

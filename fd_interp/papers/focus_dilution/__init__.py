@@ -2,6 +2,7 @@
 
 from fd_interp.papers.focus_dilution.claims import PAPER as PAPER
 from fd_interp.papers.focus_dilution.cycle import cycle as cycle
+from fd_interp.papers.focus_dilution.cycle import most_focused_head as most_focused_head
 from fd_interp.papers.focus_dilution.cycle import stages as stages
 from fd_interp.papers.focus_dilution.panels import panels as panels
 from fd_interp.papers.focus_dilution.population import predicted as predicted

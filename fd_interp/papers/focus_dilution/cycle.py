@@ -8,7 +8,7 @@ from fd_interp.observation import Trace
 from fd_interp.stages import Stage, first_departure, first_step, step_of_maximum
 
 CONDENSED = 0.95
-"""Top singular share of W_E from which it counts as condensed; a random start has about 0.2."""
+"""Top singular share of W_E from which it counts as condensed; a random start has 0.2 to 0.45."""
 FROZEN = 0.15
 """Largest relative growth of W_Q at which attention counts as frozen; focus doubles it."""
 FOCUSED = 1.1
@@ -31,7 +31,7 @@ class Cycle(NamedTuple):
     """The focus ratio rises above 1.1, whatever it did before."""
     focus_peak: int | None
     diluting: int | None
-    """Rare queries fall clearly below their share after having been focused."""
+    """Rare queries fall clearly below their share after their highest focus, which may be slight."""
     diluted: int | None
     new_direction: int | None
 
@@ -94,6 +94,8 @@ def _seen_condensation(trace: Trace, events: Cycle) -> str:
 
 
 def _seen_focus(head: Trace, events: Cycle) -> str:
+    if events.condensed is None:
+        return "not looked for, because W_E never condensed"
     if events.departed is None:
         return f"focus ratio stayed in [{UNFOCUSED}, {FOCUSED}] after condensation"
     step, direction = events.departed
@@ -118,6 +120,8 @@ def _seen_dilution(head: Trace, events: Cycle) -> str:
 def _seen_directions(trace: Trace, events: Cycle) -> str:
     rank = trace.W_E_effective_rank
     ranks = f"effective rank {float(rank.min()):.2f} to {float(rank[-1]):.2f}"
+    if events.condensed is None:
+        return f"not looked for, because W_E never condensed, {ranks}"
     if events.new_direction is None:
         return f"s2/s1 of W_E did not rise above {NEW_DIRECTION} after condensation, {ranks}"
     return f"s2/s1 of W_E above {NEW_DIRECTION} at step {events.new_direction}, {ranks}"

@@ -147,7 +147,7 @@ def controls(base: Run) -> list[Control]:
         ),
         Control(
             "residual",
-            "the standard transformer, whose residual stream learns the bigram directly",
+            "a residual stream, positions and trained W_V and W_O are added: a plain transformer",
             changed(base, model=TRANSFORMER.model, training=_at_most(base.training, TRANSFORMER.training.steps)),
             in_model=(claims.FOCUS, claims.DILUTION),
         ),
