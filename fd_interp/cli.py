@@ -206,6 +206,9 @@ def _observed(arguments: argparse.Namespace, series: "Series") -> "tuple[Trace, 
     from fd_interp.papers import probes_of
     from fd_interp.reproduction import TRACE_FILE, observed, results_folder
 
+    if series.run is not None and series.steps[-1] < series.run.training.steps:
+        unfinished = f"{series.name} is unfinished, at step {series.steps[-1]} of {series.run.training.steps}"
+        print(f"fd-interp: {unfinished}; what follows is about its steps so far", file=sys.stderr)
     file = results_folder(arguments.run) / TRACE_FILE
     return observed(series, probes_of(series.run), file, show_progress=not arguments.json), file
 
