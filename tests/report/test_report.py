@@ -211,7 +211,7 @@ def test_stages_are_shaded_where_they_were() -> None:
 
 def test_the_stages_of_a_run_are_shaded_in_its_report(series: Series, trace: Trace) -> None:
     paper = ModuleType("paper")
-    paper.__dict__.update(stages=lambda trace: STAGES, panels=focus_dilution.panels)
+    paper.__dict__.update(vars(focus_dilution) | {"stages": lambda trace: STAGES})
     section = run_section(paper, "t", "", series, [trace])
     assert section.stages == STAGES
     for figure in section.figures:
