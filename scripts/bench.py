@@ -137,7 +137,7 @@ def plain_step(run: Run, batch: Batch) -> Callable[[], None]:
     """A step of the same maths in plain PyTorch, with the same optimizer."""
     model = plain_model(run)
     optimizer = make_optimizer(run, dict(model.named_parameters()))
-    return training_step(optimizer, lambda: loss_of(run, model(batch.tokens), batch.targets))
+    return training_step(optimizer, lambda: loss_of(model(batch.tokens), batch.targets[:, run.queries]))
 
 
 HELD: dict[str, Hold] = {

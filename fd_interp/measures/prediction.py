@@ -1,4 +1,4 @@
-"""How well a predictor predicts, and how far two predictors are apart. All of them are log-probabilities."""
+"""How well a predictor predicts, and how far two are apart: log-probabilities, or in a regression vectors."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +10,13 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean of `-log p(target)`, in nats."""
     return -log_probabilities.gather(-1, targets[..., None]).mean()
+
+
+def half_squared_distance(
+    predicted: Float[Tensor, "*batch vocab"], targets: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, ""]:
+    """Mean of `|predicted - target|^2 / 2`, the loss of a regression."""
+    return (predicted - targets).square().sum(-1).mean() / 2
 
 
 def kl_divergence(

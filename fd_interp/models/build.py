@@ -5,18 +5,21 @@ from torch import Tensor, nn
 
 from fd_interp.config import InputError
 from fd_interp.models import lens
-from fd_interp.models.config import OneLayer, Transformer
+from fd_interp.models.config import Minimal, ModelConfig, OneLayer
+from fd_interp.models.minimal import MinimalAttention
 from fd_interp.models.one_layer import OneLayerAttention
 
 
-def build(config: OneLayer | Transformer, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> lens.Model:
+def build(config: ModelConfig, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> lens.Model:
     """A model of the configured shape whose weights are still to be loaded."""
     if isinstance(config, OneLayer):
         return OneLayerAttention(config, d_vocab, n_ctx, dtype)
+    if isinstance(config, Minimal):
+        return MinimalAttention(config, d_vocab, n_ctx, dtype)
     return lens.build_transformer(config, d_vocab, n_ctx, dtype)
 
 
-def initial_weights(config: OneLayer | Transformer, like: lens.Weights, generator: torch.Generator) -> lens.Weights:
+def initial_weights(config: ModelConfig, like: lens.Weights, generator: torch.Generator) -> lens.Weights:
     """Draws each weight of `like` from N(0, std^2); biases start at zero, normalisation at one.
 
     Weights are drawn in the order of their names and in double precision, so that a seed gives the same model whatever
@@ -28,7 +31,7 @@ def initial_weights(config: OneLayer | Transformer, like: lens.Weights, generato
     return {name: _initial(config, name, like[name], generator) for name in sorted(like)}
 
 
-def _initial(config: OneLayer | Transformer, name: str, like: Tensor, generator: torch.Generator) -> Tensor:
+def _initial(config: ModelConfig, name: str, like: Tensor, generator: torch.Generator) -> Tensor:
     short = name.rsplit(".", 1)[-1]
     if short == "w":
         return torch.ones_like(like)
@@ -45,7 +48,7 @@ def _initial(config: OneLayer | Transformer, name: str, like: Tensor, generator:
     return normal.to(like)
 
 
-def trained(config: OneLayer | Transformer, model: lens.Model) -> dict[str, nn.Parameter]:
+def trained(config: ModelConfig, model: lens.Model) -> dict[str, nn.Parameter]:
     """The parameters that training moves, by canonical name; those held fixed stop asking for gradients."""
     live = lens.trainable(model)
     for name, parameter in live.items():

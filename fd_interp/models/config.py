@@ -43,6 +43,37 @@ class OneLayer(Frozen):
         return self
 
 
+class Minimal(Frozen):
+    """The minimal model of arXiv 2602.19143: attention alone, on tokens and positions that are one-hot.
+
+    Scores are `x_q W_Q x_k^T / attn_scale` and each head writes `sum_k pattern x_k W_V`: keys are the identity, heads
+    are summed, and there is no W_O, no skip, no MLP, no normalisation and no bias. The first `d_vocab` coordinates of
+    what the last layer writes are the logits. In a second layer x is what the first has written. `W_Q` and `W_V` have
+    the size of the whole input, `d_vocab + n_ctx`; where heads attend by position, as in the paper's theory, there are
+    just the block of `W_Q` between positions and the block of `W_V` between tokens.
+
+    The paper draws W_Q from a uniform law; ours is normal.
+    """
+
+    kind: Literal["minimal"] = "minimal"
+    n_layers: PositiveInt = 1
+    n_heads: PositiveInt = 3
+    attends_by: Literal["position", "token_and_position"] = "position"
+    attn_scale: PositiveFloat | None = None
+    """Scores are divided by it; None is `sqrt(d_vocab + n_ctx)`, as in the paper."""
+    fixed: dict[str, Hold] = {}
+    """Weights that are not trained, and at what they are held."""
+    std: float = Field(default=1e-3, ge=0)
+    """Standard deviation of the normal initialisation of W_Q (q in the paper)."""
+    stds: dict[str, NonNegativeFloat] = {"W_V": 0.0}
+    """Exceptions to `std`, by weight name; W_V starts at zero, as in the paper."""
+
+    @model_validator(mode="after")
+    def _weights_exist(self) -> "Minimal":
+        _check_weight_names(self, {"W_Q", "W_V"})
+        return self
+
+
 class Transformer(Frozen):
     """A plain decoder-only HookedTransformer: residual stream, learned positions, W_V and W_O, optional LN and MLP.
 
@@ -75,10 +106,10 @@ class Transformer(Frozen):
         return self
 
 
-ModelConfig = Annotated[OneLayer | Transformer, Field(discriminator="kind")]
+ModelConfig = Annotated[OneLayer | Minimal | Transformer, Field(discriminator="kind")]
 
 
-def _check_weight_names(config: OneLayer | Transformer, known: set[str]) -> None:
+def _check_weight_names(config: OneLayer | Minimal | Transformer, known: set[str]) -> None:
     unknown = (config.fixed.keys() | config.stds.keys()) - known
     if unknown:
         raise InputError(f"{config.kind} has no weight {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")

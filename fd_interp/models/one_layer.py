@@ -1,7 +1,6 @@
 """The one-layer model without residual stream of arXiv 2605.01199, with TransformerLens' hook and weight names."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fd_interp.config import InputError
+from fd_interp.models.attention import HeadWeights, attention
 from fd_interp.models.config import OneLayer
-from fd_interp.models.lens import HookedRootModule, HookPoint
+from fd_interp.models.lens import HookPoint
+from fd_interp.models.paper_model import EVERY_QUERY, PaperModel, Shape, Tap, attention_block, causal_mask, parameters
 
 ATTENTION = "blocks.0.attn."
-EVERY_QUERY = slice(None)
-LAST_QUERY = slice(-1, None)
 
 
 class OneLayerWeights(NamedTuple):
@@ -27,10 +26,6 @@ class OneLayerWeights(NamedTuple):
     W_U: Float[Tensor, "d_model vocab"]
     W_V: Float[Tensor, "head d_model d_head"] | None = None
     W_O: Float[Tensor, "head d_head d_model"] | None = None
-
-
-Tap = Callable[[str, Tensor], Tensor]
-"""Sees each named activation on its way, and may replace it."""
 
 
 def one_layer_logits(
@@ -49,21 +44,10 @@ def one_layer_logits(
         attn_scale: scores are divided by it.
         tap: called with every hook's name and activation.
     """
-    n_heads = weights.W_Q.shape[0]
     embed = tap("hook_embed", _embed(tokens, weights.W_E))
-    resid_pre = tap("blocks.0.hook_resid_pre", embed)
-    x = resid_pre.unsqueeze(2)  # b p 1 m
-    q = tap(ATTENTION + "hook_q", _to_heads(x[:, queries], weights.W_Q))
-    k = tap(ATTENTION + "hook_k", _to_heads(x, weights.W_K))
-    v = tap(ATTENTION + "hook_v", x.expand(-1, -1, n_heads, -1) if weights.W_V is None else _to_heads(x, weights.W_V))
-
-    scores = _scores(_merged(q), _merged(k), mask[queries], attn_scale)
-    scores = tap(ATTENTION + "hook_attn_scores", scores.view(tokens.shape[0], n_heads, *scores.shape[1:]))
-    pattern = tap(ATTENTION + "hook_pattern", scores.softmax(dim=-1))
-    z = tap(ATTENTION + "hook_z", _split(torch.bmm(pattern.flatten(0, 1), _merged(v)), n_heads))
-    attn_out = tap("blocks.0.hook_attn_out", _from_heads(z, weights.W_O))
-    resid_post = tap("blocks.0.hook_resid_post", attn_out)
-    return torch.matmul(resid_post, weights.W_U)
+    heads = HeadWeights(weights.W_Q, weights.W_K, weights.W_V, weights.W_O)
+    attn_out = attention(heads, embed, mask, attn_scale=attn_scale, queries=queries, tap=tap)
+    return torch.matmul(attn_out, weights.W_U)
 
 
 def _embed(
@@ -75,69 +59,7 @@ def _embed(
     return W_E.index_select(0, tokens.flatten()).view(*tokens.shape, W_E.shape[1])
 
 
-# In a model this small a view takes as long as a product, so these spare one head the views of several.
-
-
-def _to_heads(
-    x: Float[Tensor, "batch position 1 d_model"], weight: Float[Tensor, "head d_model d_head"]
-) -> Float[Tensor, "batch position head d_head"]:
-    n_heads = weight.shape[0]
-    if n_heads == 1:
-        return torch.matmul(x, weight.squeeze(0))
-    return torch.matmul(x, weight.transpose(0, 1).flatten(1)).unflatten(-1, (n_heads, -1)).squeeze(2)
-
-
-def _merged(x: Float[Tensor, "batch position head d_head"]) -> Float[Tensor, "batch_and_head position d_head"]:
-    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
-
-
-def _scores(
-    q: Float[Tensor, "batch_and_head query d_head"],
-    k: Float[Tensor, "batch_and_head key d_head"],
-    mask: Float[Tensor, "query key"],
-    attn_scale: float,
-) -> Float[Tensor, "batch_and_head query key"]:
-    """The gradient of a product's second factor is made transposed and then copied: let that be the smaller one's."""
-    if q.shape[1] < k.shape[1]:
-        return torch.add(mask, torch.bmm(k, q.mT).mT, alpha=1 / attn_scale)
-    return torch.baddbmm(mask, q, k.mT, alpha=1 / attn_scale)
-
-
-def _split(
-    x: Float[Tensor, "batch_and_head position d_head"], n_heads: int
-) -> Float[Tensor, "batch position head d_head"]:
-    return x.unsqueeze(2) if n_heads == 1 else x.unflatten(0, (-1, n_heads)).transpose(1, 2)
-
-
-def _from_heads(
-    z: Float[Tensor, "batch position head d_head"], W_O: Float[Tensor, "head d_head d_model"] | None
-) -> Float[Tensor, "batch position d_model"]:
-    if W_O is not None:
-        return torch.matmul(z.flatten(2), W_O.flatten(0, 1))
-    return z.squeeze(2) if z.shape[2] == 1 else z.sum(2)
-
-
-@dataclass(frozen=True)
-class OneLayerShape:
-    """TransformerLens' names for the sizes, as its tools look them up in `model.cfg`."""
-
-    d_model: int
-    d_head: int
-    n_heads: int
-    d_vocab: int
-    n_ctx: int
-    attn_scale: float
-    n_layers: int = 1
-    attn_only: bool = True
-    normalization_type: None = None
-    attention_dir: str = "causal"
-
-    @property
-    def d_vocab_out(self) -> int:
-        return self.d_vocab
-
-
-class OneLayerAttention(HookedRootModule):
+class OneLayerAttention(PaperModel):
     """`OneLayer` as a hooked module: use `run_with_cache` and `run_with_hooks` as on any TransformerLens model."""
 
     mask: Tensor
@@ -147,7 +69,7 @@ class OneLayerAttention(HookedRootModule):
 
     def __init__(self, config: OneLayer, d_vocab: int, n_ctx: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.cfg = OneLayerShape(
+        self.cfg = Shape(
             d_model=config.d_model,
             d_head=config.d_head,
             n_heads=config.n_heads,
@@ -158,12 +80,13 @@ class OneLayerAttention(HookedRootModule):
         self._identity = {name for name in ("W_V", "W_O") if config.fixed.get(name) == "identity"}
         to_head = (config.n_heads, config.d_model, config.d_head)
         from_head = (config.n_heads, config.d_head, config.d_model)
-        self.embed = _parameters(dtype, W_E=(d_vocab, config.d_model))
+        self.embed = parameters(dtype, W_E=(d_vocab, config.d_model))
         self.hook_embed = HookPoint()
-        self.blocks = nn.ModuleList([_block(_parameters(dtype, W_Q=to_head, W_K=to_head, W_V=to_head, W_O=from_head))])
-        self.unembed = _parameters(dtype, W_U=(config.d_model, d_vocab))
-        future = torch.full((n_ctx, n_ctx), float("-inf"), dtype=dtype).triu(1)
-        self.register_buffer("mask", future, persistent=False)
+        self.blocks = nn.ModuleList(
+            [attention_block(parameters(dtype, W_Q=to_head, W_K=to_head, W_V=to_head, W_O=from_head))]
+        )
+        self.unembed = parameters(dtype, W_U=(config.d_model, d_vocab))
+        self.register_buffer("mask", causal_mask(n_ctx, dtype), persistent=False)
         self._parts = (self.embed, self.blocks[0].attn, self.unembed)  # nn.Module looks names up slowly
         self.setup()
 
@@ -178,16 +101,8 @@ class OneLayerAttention(HookedRootModule):
             self.mask[:length, :length],
             attn_scale=self.cfg.attn_scale,
             queries=queries,
-            tap=self._tap,
+            tap=self.tap,
         )
-
-    def _tap(self, name: str, value: Tensor) -> Tensor:
-        """What a hook returns may broadcast to what it replaces, as in TransformerLens."""
-        point = self.hook_dict[name]
-        if not (point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks):
-            return value  # calling ten points that nobody listens at takes a thirtieth of a training step
-        edited = point(value)
-        return edited if edited is value else edited.expand_as(value)
 
     def matrices(self) -> OneLayerWeights:
         embed, attn, unembed = self._parts
@@ -226,20 +141,3 @@ class OneLayerAttention(HookedRootModule):
             if weight is not None and not torch.equal(weight, torch.eye(self.cfg.d_model).to(weight).expand_as(weight)):
                 raise InputError(f"{ATTENTION}{name} is not the identity that this model holds it at")
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _parameters(dtype: torch.dtype, **shapes: tuple[int, ...]) -> nn.Module:
-    module = nn.Module()
-    for name, shape in shapes.items():
-        module.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
-    return module
-
-
-def _block(attn: nn.Module) -> nn.Module:
-    for name in ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern", "hook_z"):
-        attn.add_module(name, HookPoint())
-    block = nn.Module()
-    block.add_module("attn", attn)
-    for name in ("hook_resid_pre", "hook_attn_out", "hook_resid_post"):
-        block.add_module(name, HookPoint())
-    return block

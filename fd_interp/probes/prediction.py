@@ -1,40 +1,38 @@
 """How good is the model, where its training looks, in itself and beside what its task knows?"""
 
-from typing import Literal
-
+from jaxtyping import Float
 from torch import Tensor
 
-from fd_interp.measures.prediction import cross_entropy
+from fd_interp.measures.prediction import cross_entropy, half_squared_distance
 from fd_interp.observation import LOGITS, Observation, Probe, Variable
 from fd_interp.tasks.task import Task
 
-Positions = Literal["last", "all"]
+EVERY_POSITION = slice(None)
 
 
-def held_out_loss(loss_on: Positions = "all") -> Probe:
-    """Cross-entropy on the batch, at the last position or at all of them."""
+def held_out_loss(queries: slice = EVERY_POSITION) -> Probe:
+    """Loss on the batch at the positions `queries` (`Run.queries` for those that a run is trained on)."""
     return Probe(
         "held_out_loss",
-        {"loss": Variable((), f"held-out cross-entropy, {loss_on} position(s)", "", "nats")},
-        lambda seen: {"loss": _loss(seen, loss_on)},
+        {"loss": Variable((), f"held-out loss, {_described(queries)}", "", "nats")},
+        lambda seen: {"loss": loss_at(seen, queries)},
         hooks=(LOGITS,),
     )
 
 
-def excess_loss(task: Task, loss_on: Positions = "all") -> Probe:
+def excess_loss(task: Task, queries: slice = EVERY_POSITION) -> Probe:
     """Cross-entropy minus that of the token frequencies, and of the task's best predictor, on the same sequences.
 
     Model and predictor have the same luck with the sequences, so the difference says more than the loss itself.
     """
-    chosen = _chosen(loss_on)
 
     def measure(seen: Observation) -> dict[str, Tensor]:
-        tokens, targets = seen.batch.tokens[:, chosen], seen.batch.targets[:, chosen]
-        loss = _loss(seen, loss_on)
+        tokens, targets = seen.batch.tokens, seen.batch.targets[:, queries]
+        loss = loss_at(seen, queries)
         unigram = -seen.frequencies.log()[targets]
         return {
             "excess_over_unigram": loss - unigram[unigram.isfinite()].mean(),
-            "excess_over_best": loss - cross_entropy(task.bayes(tokens), targets),
+            "excess_over_best": loss - cross_entropy(task.bayes(tokens)[:, queries], targets),
         }
 
     return Probe(
@@ -50,10 +48,15 @@ def excess_loss(task: Task, loss_on: Positions = "all") -> Probe:
     )
 
 
-def _chosen(loss_on: Positions) -> slice:
-    return slice(-1, None) if loss_on == "last" else slice(None)
+def loss_at(seen: Observation, queries: slice) -> Float[Tensor, ""]:
+    """Cross-entropy in nats of the model's predictions there, or in a regression half their squared distance."""
+    logits, targets = seen.cache[LOGITS][:, queries], seen.batch.targets[:, queries]
+    if targets.is_floating_point():
+        return half_squared_distance(logits, targets.to(logits))
+    return cross_entropy(logits.log_softmax(-1), targets)
 
 
-def _loss(seen: Observation, loss_on: Positions) -> Tensor:
-    chosen = _chosen(loss_on)
-    return cross_entropy(seen.cache[LOGITS][:, chosen].log_softmax(-1), seen.batch.targets[:, chosen])
+def _described(queries: slice) -> str:
+    if queries == EVERY_POSITION:
+        return "all positions"
+    return "last position" if queries.start == -1 else f"positions from {queries.start} on"

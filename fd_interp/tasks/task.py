@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Sequences and, at each position, the token that follows."""
+    """Sequences and, at each position, the token that follows, or in a regression the vector to predict."""
 
     tokens: Int[Tensor, "batch position"]
-    targets: Int[Tensor, "batch position"]
-    """`targets[:, t]` follows `tokens[:, : t + 1]`."""
+    targets: Int[Tensor, "batch position"] | Float[Tensor, "batch position vocab"]
+    """`targets[:, t]` goes with `tokens[:, : t + 1]`."""
 
 
 class Baseline(NamedTuple):
@@ -44,7 +44,7 @@ class Task(Protocol):
         ...
 
     def bayes(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position vocab"]:
-        """Log-probabilities of the next token under the best predictor that the task knows."""
+        """What the best predictor that the task knows says: log-probabilities of the next token, or the vector."""
         ...
 
     def baselines(self) -> list[Baseline]:

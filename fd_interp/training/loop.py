@@ -17,7 +17,7 @@ from tqdm import tqdm
 from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.models.build import build, initial_weights, trained
-from fd_interp.models.one_layer import LAST_QUERY, OneLayerAttention
+from fd_interp.models.paper_model import PaperModel
 from fd_interp.tasks.task import Batch
 from fd_interp.tasks.text import TextCorpus
 from fd_interp.training.interrupt import deferred_interrupts
@@ -59,18 +59,19 @@ def batches(run: Run, start: int = 0) -> Iterator[Batch]:
 
 
 def batch_loss(run: Run, model: lens.Model, batch: Batch) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats where the run asks for it."""
-    if run.training.loss_on == "last" and isinstance(model, OneLayerAttention):
-        return loss_of(run, model(batch.tokens, queries=LAST_QUERY), batch.targets)
-    return loss_of(run, model(batch.tokens), batch.targets)
+    """The loss where the run predicts."""
+    queries = run.queries
+    logits = model(batch.tokens, queries=queries) if isinstance(model, PaperModel) else model(batch.tokens)[:, queries]
+    return loss_of(logits, batch.targets[:, queries])
 
 
 def loss_of(
-    run: Run, logits: Float[Tensor, "batch query vocab"], targets: Int[Tensor, "batch position"]
+    logits: Float[Tensor, "batch query vocab"],
+    targets: Int[Tensor, "batch query"] | Float[Tensor, "batch query vocab"],
 ) -> Float[Tensor, ""]:
-    """The run's loss, given logits at every position or at the last."""
-    if run.training.loss_on == "last":
-        return functional.cross_entropy(logits[:, -1], targets[:, -1])
+    """Mean cross-entropy in nats; where targets are vectors, half the mean squared distance to them."""
+    if targets.is_floating_point():
+        return (logits - targets.to(logits)).square().sum(-1).mean() / 2
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -211,7 +212,10 @@ def snapshot_keeper(run: Run, directory: Path, model: lens.Model) -> Callable[[i
             kept |= lens.run_and_cache(model, held_out.tokens, hooks)[1]
         if gradients:
             _, of_hooks = lens.run_with_gradients(
-                model, held_out.tokens, gradients, lambda logits: loss_of(run, logits, held_out.targets)
+                model,
+                held_out.tokens,
+                gradients,
+                lambda logits: loss_of(logits[:, run.queries], held_out.targets[:, run.queries]),
             )
             kept |= {f"grad.{hook}": gradient for hook, gradient in of_hooks.items()}
         if kept:

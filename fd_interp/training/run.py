@@ -4,14 +4,25 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from fd_interp.config import Frozen, InputError
 from fd_interp.models.config import ModelConfig
+from fd_interp.tasks.high_order import HighOrderMarkov
+from fd_interp.tasks.lag_regression import LagRegression
+from fd_interp.tasks.lags import Lags
 from fd_interp.tasks.markov import MarkovChain
 from fd_interp.tasks.text import TextCorpus
 
-TaskConfig = Annotated[MarkovChain | TextCorpus, Field(discriminator="kind")]
+TaskConfig = Annotated[MarkovChain | TextCorpus | HighOrderMarkov | LagRegression, Field(discriminator="kind")]
 
 
 class SGD(Frozen):
@@ -45,8 +56,8 @@ class Training(Frozen):
     optimizer: Annotated[SGD | AdamW, Field(discriminator="kind")] = SGD()
     steps: PositiveInt = 1000
     batch_size: PositiveInt = 128
-    loss_on: Literal["last", "all"] = "all"
-    """Predict the token after the last position only, as in the paper, or after every position."""
+    loss_on: Literal["last", "all", "full_context"] = "all"
+    """Predict after the last position only, after every one, or after those that see every lag of the task."""
 
 
 class Given(Frozen):
@@ -109,6 +120,21 @@ class Run(Frozen):
     device: str = "cpu"
     threads: PositiveInt = 1
     """Threads that torch uses: small models are fastest with one, and the last bits depend on the number."""
+
+    @model_validator(mode="after")
+    def _lags_are_known(self) -> "Run":
+        if self.training.loss_on == "full_context" and not isinstance(self.task, Lags):
+            raise InputError(f"training.loss_on: full_context needs a task of lags, and {self.task.kind} has none")
+        return self
+
+    @property
+    def queries(self) -> slice:
+        """The positions after which the run predicts, and where it is measured."""
+        if self.training.loss_on == "last":
+            return slice(-1, None)
+        if self.training.loss_on == "full_context" and isinstance(self.task, Lags):
+            return slice(self.task.lookback - 1, None)
+        return slice(None)
 
     def check_device(self) -> None:
         """Raises an InputError where this machine cannot train it; what was trained elsewhere is read on any."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fd_interp import measures
-from fd_interp.measures import focus
+from fd_interp.measures import focus, lags, prediction
 
 D_VOCAB, LENGTH = 4, 6
 TOKENS = torch.tensor([[0, 1, 2, 3, 0, 1], [2, 2, 0, 1, 3, 0]])
@@ -42,12 +42,26 @@ INPUTS: dict[str, Any] = {
     "fraction": 0.5,
     "log_probabilities": LOGITS.log_softmax(-1),
     "reference": (2 * LOGITS).log_softmax(-1),
+    "predicted": LOGITS,
     "targets": TOKENS,
+    "lags": [3, 1, 2],
+    "blocks": [[1, 2], [3]],
+    "by_lag": CAUSAL[0, :, -1, :3],
+    "mass": CAUSAL[0, :, -1, :2],
+    "OV": SCORES[0, :, :D_VOCAB, :D_VOCAB],
+    "features": SCORES[1, :2, :D_VOCAB, :D_VOCAB],
+    "coefficients": SCORES[0, :, 0, :2],
+    "owners": torch.tensor([2, 0]),
 }
 """One valid input for each parameter name that the measures share."""
 
-OWN_INPUTS: dict[Callable, dict[str, Any]] = {focus.focus_ratio: {"queries": FREQUENCIES < 0.35}}
-"""For measures that mean something else by a name: here a set of tokens, not of positions."""
+OWN_INPUTS: dict[Callable, dict[str, Any]] = {
+    focus.focus_ratio: {"queries": FREQUENCIES < 0.35},
+    lags.attention_by_lag: {"queries": slice(3, None)},
+    lags.attention_by_block: {"queries": slice(3, None)},
+    prediction.half_squared_distance: {"targets": 2 * LOGITS},
+}
+"""For measures that mean something else by a name: a set of tokens, positions that are the same everywhere, vectors."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -76,6 +90,7 @@ def test_all_measures_are_here():
     names = {name_of(measure) for measure in public_measures()}
     assert {"condensation.row_cosines", "focus.frequency_slope", "prediction.kl_divergence"} < names
     assert {"redistribution.gamma_perp", "condensation.singular_values", "focus.is_causal"} < names
+    assert {"lags.attention_by_lag", "lags.block_mass", "specialization.cooperation_index"} < names
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:

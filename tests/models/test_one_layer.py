@@ -11,13 +11,10 @@ from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.models.build import initial_weights
 from fd_interp.models.config import OneLayer, Transformer
-from fd_interp.models.one_layer import (
-    EVERY_QUERY,
-    LAST_QUERY,
-    OneLayerAttention,
-    OneLayerWeights,
-    one_layer_logits,
-)
+from fd_interp.models.one_layer import OneLayerAttention, OneLayerWeights, one_layer_logits
+from fd_interp.models.paper_model import EVERY_QUERY
+
+LAST_QUERY = slice(-1, None)
 
 D_VOCAB, N_CTX = 7, 5
 TOKENS = torch.tensor([[1, 4, 1, 6, 0], [2, 2, 5, 3, 5], [0, 0, 0, 0, 0]])

@@ -29,8 +29,8 @@ EVERY_PROBE = [
     EMBEDDING_CONDENSATION,
     frequency_focus(),
     REDISTRIBUTION,
-    held_out_loss("all"),
-    excess_loss(CHAIN, "all"),
+    held_out_loss(),
+    excess_loss(CHAIN),
 ]
 SHARP = 50.0
 """Scores that leave a softmax nothing to hesitate about."""
@@ -144,7 +144,7 @@ def test_the_best_predictor_has_no_excess_and_the_frequencies_none_over_themselv
         "uniform": math.log(5),
     }
     unembeddings = {"unigram": log_pi.expand(5, 5), "bigram": log_bigram, "uniform": torch.zeros(5, 5)}
-    probes = [held_out_loss(loss_on), excess_loss(CHAIN, loss_on)]
+    probes = [held_out_loss(chosen), excess_loss(CHAIN, chosen)]
     for name, W_U in unembeddings.items():
         trace = observed(own_token | {"unembed.W_U": W_U.double().contiguous()}, *probes)
         assert trace.loss.item() == pytest.approx(losses[name], abs=1e-5)

@@ -319,8 +319,8 @@ def test_predictions_have_the_names_and_dims_of_the_measurements(trace: xr.Datas
         EMBEDDING_CONDENSATION,
         frequency_focus(),
         REDISTRIBUTION,
-        held_out_loss("last"),
-        excess_loss(PAPER, "last"),
+        held_out_loss(slice(-1, None)),
+        excess_loss(PAPER, slice(-1, None)),
     ]
     variables = {name: variable for probe in probes for name, variable in probe.variables.items()}
     assert set(trace) - OF_THE_POPULATION_ONLY <= set(variables)

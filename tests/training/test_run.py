@@ -85,7 +85,7 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(path: tuple[str, ...
         (lambda: AdamW(weight_decay=-1), "weight_decay: Input should be greater than or equal to 0, not -1"),
         (lambda: Training(steps=0), "steps: Input should be greater than 0, not 0"),
         (lambda: Training(batch_size=0), "batch_size: Input should be greater than 0, not 0"),
-        (lambda: Training(loss_on="first"), "loss_on: Input should be 'last' or 'all', not 'first'"),
+        (lambda: Training(loss_on="first"), "loss_on: Input should be 'last', 'all' or 'full_context', not 'first'"),
         (lambda: Every(stride=0), "stride: Input should be greater than 0, not 0"),
         (lambda: LogSpaced(count=0), "count: Input should be greater than 0, not 0"),
         (lambda: Given(steps=(-1,)), "steps.0: Input should be greater than or equal to 0, not -1"),

@@ -68,13 +68,12 @@ SETTINGS: dict[str, Run] = {
 
 def probes(run: Run) -> list[Probe]:
     """What is measured at every snapshot of a run of this paper."""
-    loss_on = run.training.loss_on
     return [
         EMBEDDING_CONDENSATION,
         FOCUS_ON_TEXT if isinstance(run.task, TextCorpus) else frequency_focus(top=1),
         REDISTRIBUTION,
-        held_out_loss(loss_on),
-        excess_loss(run.task, loss_on),
+        held_out_loss(run.queries),
+        excess_loss(run.task, run.queries),
     ]
 
 
