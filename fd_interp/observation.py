@@ -33,6 +33,8 @@ class Variable(NamedTuple):
     long_name: str
     source: str
     units: str = "1"
+    names: Mapping[str, Sequence[str]] = {}
+    """What the places along an axis are, if numbers do not say it; in the trace they are the coordinate `AXIS_name`."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def _trace(series: Series, variables: Mapping[str, Variable], rows: list[dict[st
         coords={"step": series.steps},
         attrs={"series": series.name},
     )
-    return trace.assign_coords({dim: np.arange(trace.sizes[dim]) for dim in trace.sizes if dim != "step"})
+    names = {f"{dim}_name": (dim, list(names)) for one in variables.values() for dim, names in one.names.items()}
+    return trace.assign_coords({dim: np.arange(trace.sizes[dim]) for dim in trace.sizes if dim != "step"} | names)
 
 
 def _attributes(variable: Variable) -> dict[str, str]:

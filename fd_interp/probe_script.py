@@ -26,16 +26,21 @@ class Question:
     """What a probe script asks: the probes, the table, and the picture."""
 
     name: str
-    probes: Callable[[Series], Sequence[Probe]]
+    probes: Callable[[Series, argparse.Namespace], Sequence[Probe]]
+    """What to measure on a series, given the command line."""
     table: Callable[[Trace, Sequence[Trace]], list[Row]]
     """Rows about one seed's trace, beside those of random weights, if any."""
     figure: Callable[[Sequence[Trace], Sequence[Trace]], go.Figure]
     """From the traces of the seeds, and those of random weights, if any."""
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    """Adds options of this question alone to the command line."""
 
 
 def main(question: Question, description: str | None, argv: Sequence[str] | None = None) -> int:
     """Asks the question of whatever the command line names. 0: asked and answered; 2: bad input; 130: interrupted."""
-    arguments, overrides = _parser(description).parse_known_args(argv)
+    parser = _parser(description)
+    question.add_options(parser)
+    arguments, overrides = parser.parse_known_args(argv)
 
     def answer() -> int:
         series = _series(arguments, overrides)
@@ -99,7 +104,7 @@ def _controls(series: Sequence[Series], seeds: int) -> list[Series]:
 
 
 def _ask(question: Question, series: list[Series], controls: list[Series], arguments: argparse.Namespace) -> None:
-    probes = question.probes(series[0])
+    probes = question.probes(series[0], arguments)
     traces = [observe(one, probes, show_progress=not arguments.json) for one in series]
     random = [observe(one, probes) for one in controls]
     folder = arguments.out or results_folder(Path(series[0].name))

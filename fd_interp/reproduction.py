@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 import joblib
 from tqdm import tqdm
 
-from fd_interp.claims import Verdict
+from fd_interp.claims import Claim, Evidence, Verdict, judge
 from fd_interp.observation import Probe, Trace, observe
+from fd_interp.report.page import Report
+from fd_interp.tasks.high_order import HighOrderMarkov
 from fd_interp.training.loop import train
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic
 
 TRACE_FILE = "trace.nc"
+
+
+class Results(NamedTuple):
+    """What a reproduction leaves."""
+
+    verdicts: list[Verdict]
+    report: Report
 
 
 class Job(NamedTuple):
@@ -36,11 +45,7 @@ def traces_of(
 
     A run that `out` already holds is not trained again; one that was interrupted goes on.
     """
-    jobs = [
-        Job(case, run.model_copy(update={"seed": seed}), out / case / f"seed-{seed}")
-        for case, run in cases.items()
-        for seed in seeds
-    ]
+    jobs = [Job(case, _seeded(run, seed), out / case / f"seed-{seed}") for case, run in cases.items() for seed in seeds]
     workers = joblib.Parallel(n_jobs=min(os.cpu_count() or 1, len(jobs)), return_as="generator")
     done: Any = workers(joblib.delayed(_trace_of)(job, probes_of) for job in jobs)
     traces: dict[str, list[Trace]] = {case: [] for case in cases}
@@ -49,6 +54,14 @@ def traces_of(
     ):
         traces[job.case].append(trace)
     return traces
+
+
+def _seeded(run: Run, seed: int) -> Run:
+    """The run with another seed, and where its training set is finite, with another one."""
+    task = run.task
+    if isinstance(task, HighOrderMarkov) and task.sequences is not None:
+        task = task.model_copy(update={"data_seed": seed})
+    return run.model_copy(update={"seed": seed, "task": task})
 
 
 def _trace_of(job: Job, probes_of: Callable[[Run], list[Probe]]) -> Trace:
@@ -104,6 +117,28 @@ def versions() -> dict[str, str]:
     """What the numbers were made with."""
     packages = ("fd-interp", "torch", "transformer-lens", "numpy", "scipy")
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def evidence_of(traces: Sequence[Trace], run: Run) -> list[Evidence]:
+    """The traces of a run's seeds, to be judged."""
+    baselines = run.task.baselines()
+    return [Evidence.of(trace, baselines) for trace in traces]
+
+
+def judged(claims: Sequence[Claim], run: Run, seeds: Sequence[Trace], where: str) -> list[Verdict]:
+    """Each claim over the seeds of a run; nothing where there is no trace."""
+    evidence = evidence_of(seeds, run)
+    return [judge(claim, evidence, where=where) for claim in claims] if evidence else []
+
+
+def summary(verdicts: Sequence[Verdict], seeds: Sequence[int]) -> str:
+    """How many claims hold and how many controls fail, in a sentence."""
+    claims = [verdict for verdict in verdicts if verdict.control is None]
+    controls = [verdict for verdict in verdicts if verdict.control is not None]
+    return (
+        f"{sum(v.holds for v in claims)} of {len(claims)} claims hold and {sum(v.holds for v in controls)} of "
+        f"{len(controls)} controls fail as they must, each over {len(seeds)} seeds."
+    )
 
 
 def as_json(setting: str, seeds: Sequence[int], verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:

@@ -58,13 +58,45 @@ def step_of_maximum(
     return int(steps[(steps > after) & (steps < (np.inf if before is None else before))][np.nanargmax(inside)])
 
 
-def longest_stay(measured: Float[xr.DataArray, " step"], level: float, tolerance: float) -> tuple[int, int] | None:
+class Stretch(NamedTuple):
+    """The first and the last kept step of a stretch of training."""
+
+    start: int
+    end: int
+
+
+def stretches(condition: Bool[xr.DataArray, " step"]) -> list[Stretch]:
+    """Where a condition holds without a break, in order."""
+    steps = condition.step.values
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], condition.values, [False])).astype(int)))
+    return [Stretch(int(steps[a]), int(steps[b - 1])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def longest_stay(measured: Float[xr.DataArray, " step"], level: float, tolerance: float) -> Stretch | None:
     """The longest stretch of steps, in ratio of end to start, that a curve spends within a tolerance of a level."""
-    steps = measured.step.values
-    inside = np.abs(measured.values - level) < tolerance
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], inside, [False])).astype(int)))
-    stretches = [(int(steps[a]), int(steps[b - 1])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    return max(stretches, key=lambda stretch: stretch[1] / max(stretch[0], 1), default=None)
+    near = stretches(abs(measured - level) < tolerance)
+    return max(near, key=lambda stretch: stretch.end / max(stretch.start, 1), default=None)
+
+
+class Dwell(NamedTuple):
+    """A head attends mostly to one block, for a while."""
+
+    block: int
+    start: int
+    end: int
+
+
+def dwells(mass: Float[xr.DataArray, "step block"], least: float = 0.5) -> list[Dwell]:
+    """The stretches in which a head has so much of its attention on one block, in the order of their start.
+
+    At a half blocks that share no position exclude each other. A stretch of a single snapshot counts.
+    """
+    found = [
+        Dwell(block, *stretch)
+        for block in range(mass.sizes["block"])
+        for stretch in stretches(mass.isel(block=block) >= least)
+    ]
+    return sorted(found, key=lambda dwell: dwell.start)
 
 
 def change_points(measured: Float[xr.DataArray, " step"], penalty: float = 6.0) -> list[int]:

@@ -79,7 +79,7 @@ def figure(seeds: Sequence[Trace], random: Sequence[Trace]) -> go.Figure:
     return picture.update_layout(template="plotly_white", yaxis_title="share of the top singular direction")
 
 
-QUESTION = Question("embedding_condensation", lambda _: [EMBEDDING_CONDENSATION], table, figure)
+QUESTION = Question("embedding_condensation", lambda *_: [EMBEDDING_CONDENSATION], table, figure)
 
 if __name__ == "__main__":
     sys.exit(main(QUESTION, __doc__))

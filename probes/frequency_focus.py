@@ -9,6 +9,7 @@ chains where frequent tokens are followed by rare ones attention first leaves th
     python probes/frequency_focus.py focus-dilution --task.persistence 0.3
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from fd_interp.stages import first_departure, first_step, step_of_maximum
 from fd_interp.training.series import Series
 
 
-def probes(series: Series) -> list[Probe]:
+def probes(series: Series, _arguments: argparse.Namespace) -> list[Probe]:
     """The one probe of this script; on text the ten most frequent tokens count as frequent, on a chain the first."""
     return [probe for probe in probes_of(series.run) if probe.name == "frequency_focus"]
 

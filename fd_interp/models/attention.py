@@ -35,32 +35,40 @@ def attention(
         attn_scale: scores are divided by it.
         tap: called with every hook's name and activation.
     """
-    block = f"blocks.{layer}."
-    attn, n_heads = f"{block}attn.", weights.W_Q.shape[0]
-    resid_pre = tap(f"{block}hook_resid_pre", resid_pre)
-    x = resid_pre.unsqueeze(2)  # b p 1 m
-    q = tap(f"{attn}hook_q", _to_heads(x[:, queries], weights.W_Q))
-    same = x.expand(-1, -1, n_heads, -1)
-    k = tap(f"{attn}hook_k", same if weights.W_K is None else _to_heads(x, weights.W_K))
-    v = tap(f"{attn}hook_v", same if weights.W_V is None else _to_heads(x, weights.W_V))
+    attn, n_heads = f"blocks.{layer}.attn.", weights.W_Q.shape[0]
+    x = tap(f"blocks.{layer}.hook_resid_pre", resid_pre).unsqueeze(2)  # b p 1 m
+    q = tap(f"{attn}hook_q", to_heads(x[:, queries], weights.W_Q))
+    k = tap(f"{attn}hook_k", x.repeat(1, 1, n_heads, 1) if weights.W_K is None else to_heads(x, weights.W_K))
+    v = tap(f"{attn}hook_v", x.expand(-1, -1, n_heads, -1) if weights.W_V is None else to_heads(x, weights.W_V))
+    scores = _scores(_merged(q), _merged(k), mask[queries], attn_scale).unflatten(0, (-1, n_heads))
+    return attended(scores, v, weights.W_O, tap=tap, layer=layer)
 
-    if k is same:
-        scores = _scores_of_shared_keys(q, resid_pre, mask[queries], attn_scale)
-    else:
-        scores = _scores(_merged(q), _merged(k), mask[queries], attn_scale).unflatten(0, (-1, n_heads))
+
+def attended(
+    scores: Float[Tensor, "batch head query key"],
+    v: Float[Tensor, "batch key head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"] | None = None,
+    *,
+    tap: Tap,
+    layer: int = 0,
+) -> Float[Tensor, "batch query d_model"]:
+    """What the heads of a layer write together, given their scores and values."""
+    block = f"blocks.{layer}."
+    attn, n_heads = f"{block}attn.", scores.shape[1]
     scores = tap(f"{attn}hook_attn_scores", scores)
     pattern = tap(f"{attn}hook_pattern", scores.softmax(dim=-1))
     z = tap(f"{attn}hook_z", _split(torch.bmm(pattern.flatten(0, 1), _merged(v)), n_heads))
-    attn_out = tap(f"{block}hook_attn_out", _from_heads(z, weights.W_O))
+    attn_out = tap(f"{block}hook_attn_out", _from_heads(z, W_O))
     return tap(f"{block}hook_resid_post", attn_out)
 
 
 # In a model this small a view takes as long as a product, so these spare one head the views of several.
 
 
-def _to_heads(
+def to_heads(
     x: Float[Tensor, "batch position 1 d_model"], weight: Float[Tensor, "head d_model d_head"]
 ) -> Float[Tensor, "batch position head d_head"]:
+    """Each head's own view of x, side by side in memory."""
     n_heads = weight.shape[0]
     if n_heads == 1:
         return torch.matmul(x, weight.squeeze(0))
@@ -81,17 +89,6 @@ def _scores(
     if q.shape[1] < k.shape[1]:
         return torch.add(mask, torch.bmm(k, q.mT).mT, alpha=1 / attn_scale)
     return torch.baddbmm(mask, q, k.mT, alpha=1 / attn_scale)
-
-
-def _scores_of_shared_keys(
-    q: Float[Tensor, "batch query head d_head"],
-    k: Float[Tensor, "batch key d_head"],
-    mask: Float[Tensor, "query key"],
-    attn_scale: float,
-) -> Float[Tensor, "batch head query key"]:
-    """Heads with the same keys are one product, without copies of the keys."""
-    products = torch.bmm(q.flatten(1, 2), k.mT).unflatten(1, q.shape[1:3])
-    return torch.add(mask, products.transpose(1, 2), alpha=1 / attn_scale)
 
 
 def _split(

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
-from fd_interp.models.attention import HeadWeights, attention
+from fd_interp.models.attention import HeadWeights, attended, attention, to_heads
 from fd_interp.models.config import Minimal
 from fd_interp.models.lens import HookPoint
 from fd_interp.models.paper_model import (
@@ -30,7 +31,7 @@ def attention_by_position(
     *,
     attn_scale: float,
     queries: slice,
-    tap: Tap,
+    tap: Tap | None,
     layer: int = 0,
 ) -> Float[Tensor, "batch query vocab"]:
     """What heads that attend by position alone write together at the positions `queries`.
@@ -38,34 +39,66 @@ def attention_by_position(
     Args:
         mask: added to the scores; minus infinity where a query may not look.
         attn_scale: scores are divided by it.
-        tap: called with every hook's name and activation.
+        tap: called with every hook's name and activation; None where nobody listens.
     """
-    block = f"blocks.{layer}."
-    attn = f"{block}attn."
-    resid_pre = tap(f"{block}hook_resid_pre", resid_pre)
     batch, length, _ = resid_pre.shape
-    by_head = torch.matmul(resid_pre.transpose(0, 1).flatten(0, 1), W_V).unflatten(1, (length, batch))
-    v = tap(f"{attn}hook_v", by_head.permute(2, 1, 0, 3))
-    common = torch.add(mask[queries], W_Q[:, :length, :length][:, queries], alpha=1 / attn_scale)
-    scores = common.expand(batch, -1, -1, -1)
-    edited = tap(f"{attn}hook_attn_scores", scores)
-    common = common.softmax(-1)
-    pattern = common.expand(batch, -1, -1, -1) if edited is scores else edited.softmax(-1)
-    attended = tap(f"{attn}hook_pattern", pattern)
-    if edited is scores and attended is pattern:
-        z = _attended_alike(common, v)
-    else:
-        z = torch.einsum("bhqk,bkhv->bqhv", attended, v)
-    attn_out = tap(f"{block}hook_attn_out", tap(f"{attn}hook_z", z).sum(2))
-    return tap(f"{block}hook_resid_post", attn_out)
+    scores = torch.add(mask[queries], W_Q[:, :length, :length][:, queries], alpha=1 / attn_scale)
+    if tap is None:
+        return _attended_alike(scores.softmax(-1), W_V, resid_pre)
+    block = f"blocks.{layer}."
+    resid_pre = tap(f"{block}hook_resid_pre", resid_pre)
+    v = tap(f"{block}attn.hook_v", to_heads(resid_pre.unsqueeze(2), W_V))
+    return attended(scores.repeat(batch, 1, 1, 1), v, tap=tap, layer=layer)
+
+
+def attention_by_token_and_position(
+    W_Q: Float[Tensor, "head d_model d_model"],
+    W_V: Float[Tensor, "head d_model d_model"],
+    resid_pre: Float[Tensor, "batch position d_model"],
+    mask: Float[Tensor, "position position"],
+    *,
+    attn_scale: float,
+    queries: slice,
+    tap: Tap | None,
+    layer: int = 0,
+) -> Float[Tensor, "batch query d_model"]:
+    """The same for heads whose queries are read from tokens and positions; keys are tokens and positions themselves."""
+    if tap is None:
+        return _attended_together(W_Q, W_V, resid_pre, mask, attn_scale, queries)
+    weights = HeadWeights(W_Q, W_V=W_V)
+    return attention(weights, resid_pre, mask, attn_scale=attn_scale, queries=queries, tap=tap, layer=layer)
+
+
+# Where nobody asks for values, heads mix tokens first and write afterwards: what they mix needs no copy for each head.
 
 
 def _attended_alike(
-    pattern: Float[Tensor, "head query key"], v: Float[Tensor, "batch key head vocab"]
-) -> Float[Tensor, "batch query head vocab"]:
-    """Where all sequences have the same pattern, a head is one product over the whole batch."""
-    by_head = v.permute(2, 1, 0, 3)
-    return torch.bmm(pattern, by_head.flatten(2)).unflatten(-1, by_head.shape[2:]).permute(2, 1, 0, 3)
+    pattern: Float[Tensor, "head query key"],
+    W_V: Float[Tensor, "head vocab vocab"],
+    x: Float[Tensor, "batch key vocab"],
+) -> Float[Tensor, "batch query vocab"]:
+    """All sequences with one pattern: a product over the whole batch, which lies behind the positions in memory."""
+    n_heads, n_queries, _ = pattern.shape
+    batch, _, d_vocab = x.shape
+    mixed = torch.mm(pattern.flatten(0, 1), x.transpose(0, 1).flatten(1))  # (head query) (batch vocab)
+    written = torch.bmm(mixed.view(n_heads, -1, d_vocab), W_V).sum(0)
+    return written.view(n_queries, batch, d_vocab).transpose(0, 1)
+
+
+def _attended_together(
+    W_Q: Float[Tensor, "head d_model d_model"],
+    W_V: Float[Tensor, "head d_model d_model"],
+    x: Float[Tensor, "batch key d_model"],
+    mask: Float[Tensor, "key key"],
+    attn_scale: float,
+    queries: slice,
+) -> Float[Tensor, "batch query d_model"]:
+    """The queries of all heads in one product with the keys they share."""
+    q = to_heads(x[:, queries].unsqueeze(2), W_Q)
+    of_each_head = mask[queries].repeat_interleave(len(W_Q), dim=0)
+    scores = torch.baddbmm(of_each_head, q.flatten(1, 2), x.mT, alpha=1 / attn_scale)  # batch (query head) key
+    mixed = torch.bmm(scores.softmax(-1), x)
+    return torch.matmul(mixed.view(*q.shape[:2], -1), W_V.flatten(0, 1))
 
 
 class MinimalAttention(PaperModel):
@@ -110,29 +143,30 @@ class MinimalAttention(PaperModel):
         """Logits at the positions `queries`, by default all of them."""
         length = tokens.shape[1]
         mask = self.mask[:length, :length]
-        resid = self._embedded(tokens)
+        attend = attention_by_position if self.by_position else attention_by_token_and_position
+        tap = self.tap if self.is_heard else None
         last = len(self._heads) - 1
+        resid = self._embedded(tokens)
         for layer, heads in enumerate(self._heads):
-            asked: Any = {
-                "attn_scale": self.cfg.attn_scale,
-                "queries": queries if layer == last else EVERY_QUERY,
-                "tap": self.tap,
-                "layer": layer,
-            }
-            if self.by_position:
-                resid = attention_by_position(heads.W_Q, heads.W_V, resid, mask, **asked)
-            else:
-                resid = attention(HeadWeights(heads.W_Q, W_V=heads.W_V), resid, mask, **asked)
+            resid = attend(
+                heads.W_Q,
+                heads.W_V,
+                resid,
+                mask,
+                attn_scale=self.cfg.attn_scale,
+                queries=queries if layer == last else EVERY_QUERY,
+                tap=tap,
+                layer=layer,
+            )
         return resid[..., : self.cfg.d_vocab]
 
     def _embedded(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
-        """Positions before sequences in memory, which is how heads that attend by position read them."""
-        embed = self.one_hot[tokens.T].transpose(0, 1)
-        embed = self.tap("hook_embed", embed)
+        """Heads that attend by position read positions before sequences in memory."""
         if self.by_position:
-            return embed
+            return self.tap("hook_embed", functional.embedding(tokens.T, self.W_E).transpose(0, 1))
+        embed = self.tap("hook_embed", functional.embedding(tokens, self.W_E))
         positions = self.one_hot[self.cfg.d_vocab : self.cfg.d_vocab + tokens.shape[1]]
-        return embed + self.tap("hook_pos_embed", positions.expand(len(tokens), -1, -1))
+        return embed + self.tap("hook_pos_embed", positions.repeat(len(tokens), 1, 1))
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:

@@ -41,13 +41,23 @@ class PaperModel(HookedRootModule):
 
     cfg: Shape
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody listens at any hook."""
+        return any(map(_is_heard, self.hook_dict.values()))
+
     def tap(self, name: str, value: Tensor) -> Tensor:
         """What a hook returns may broadcast to what it replaces, as in TransformerLens."""
         point = self.hook_dict[name]
-        if not (point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks):
+        if not _is_heard(point):
             return value  # calling ten points that nobody listens at takes a thirtieth of a training step
         edited = point(value)
         return edited if edited is value else edited.expand_as(value)
+
+
+def _is_heard(point: HookPoint) -> bool:
+    hooks = point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks
+    return bool(hooks)
 
 
 def parameters(dtype: torch.dtype, **shapes: tuple[int, ...]) -> nn.Module:

@@ -1,14 +1,15 @@
-"""What each paper found, as data: settings, stages, claims and controls. One file a paper."""
+"""What each paper found, as data: settings, stages, claims and controls. One package a paper."""
 
 from types import ModuleType
 
 from fd_interp.config import InputError, nearest
 from fd_interp.observation import Probe
-from fd_interp.papers import focus_dilution
+from fd_interp.papers import focus_dilution, incremental
+from fd_interp.tasks.lags import Lags
 from fd_interp.training.run import Run
 
-PAPERS: dict[str, ModuleType] = {"focus-dilution": focus_dilution}
-"""Name on the command line -> module with SETTINGS, probes, stages, CLAIMS and CONTROLS."""
+PAPERS: dict[str, ModuleType] = {"focus-dilution": focus_dilution, "incremental": incremental}
+"""Name -> package with SETTINGS, probes, stages, claims_about, predicted, and what a report shows."""
 
 
 def settings() -> dict[str, Run]:
@@ -30,7 +31,7 @@ def setting(name: str) -> Run:
 
 def paper_of(run: Run) -> ModuleType:
     """The paper whose question a run answers: that of its task."""
-    return {"markov": focus_dilution, "text": focus_dilution}[run.task.kind]
+    return incremental if isinstance(run.task, Lags) else focus_dilution
 
 
 def probes_of(run: Run | None) -> list[Probe]:

@@ -41,7 +41,7 @@ def _losses_of_rungs(task: HighOrderMarkov | LagRegression, seen: Observation, q
 
 
 def teacher_kl(task: HighOrderMarkov, queries: slice) -> Probe:
-    """`KL(p_k || model)` to the truncated teacher `A_{1:k}`, k from none (uniform) to all blocks, averaged over queries.
+    """`KL(p_k || model)` to the truncated teacher `A_{1:k}`, k from none (uniform) to all, averaged over queries.
 
     The paper reads its stages from these: stage k lasts while the k-th is lowest.
     """

@@ -39,11 +39,11 @@ def head_specialization(blocks: Sequence[Sequence[int]], queries: slice | None =
             "participation_rank": specialization.participation_rank(by_lag),
         }
 
-    listed = ", ".join("-".join(map(str, sorted({block[0], block[-1]}))) for block in blocks)
+    names = {"block": [block_name(block) for block in blocks]}
     return Probe(
         "head_specialization",
         {
-            "block_mass": Variable(PER_BLOCK, f"attention on each block of lags ({listed})", PAPER),
+            "block_mass": Variable(PER_BLOCK, "attention on each block of lags", PAPER, names=names),
             "block_mass_last": Variable(PER_BLOCK, "the same from the last query", PAPER),
             "competition": Variable(("layer",), "attention that all heads have on one and the same block", "ours"),
             "cooperation": Variable(("layer",), "attention of heads on blocks of their own", "ours"),
@@ -53,6 +53,14 @@ def head_specialization(blocks: Sequence[Sequence[int]], queries: slice | None =
         measure,
         hooks=("pattern",),
     )
+
+
+def block_name(block: Sequence[int]) -> str:
+    """`lag 3`, `lags 4-8`, `lags 1, 3`."""
+    if len(block) == 1:
+        return f"lag {block[0]}"
+    joined = sorted(block) == list(range(min(block), max(block) + 1))
+    return f"lags {min(block)}-{max(block)}" if joined else f"lags {', '.join(map(str, block))}"
 
 
 def value_alignment(task: Lags, queries: slice | None = None) -> Probe:

@@ -1,6 +1,6 @@
 """Figures of a trace: measured seeds as lines, the theory dashed over them, stages shaded behind."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ MOST_TOKENS = 8
 
 
 class Curve(NamedTuple):
-    """One line of a panel: a variable of the trace, at one token where it has tokens."""
+    """One line of a panel: a variable of the trace, at one place of each axis that it has beside the steps."""
 
     variable: str
     label: str
-    token: int | None = None
+    at: Mapping[str, int] = {}
 
 
 class Panel(NamedTuple):
@@ -41,16 +41,16 @@ def by_token(
     title: str, variable: str, tokens: Sequence[tuple[int, str]], levels: tuple[tuple[str, float], ...] = ()
 ) -> Panel:
     """A panel with a curve for each of the first tokens, given with their names."""
-    curves = (Curve(variable, name, token) for token, name in tokens[:MOST_TOKENS])
+    curves = (Curve(variable, name, {"token": token}) for token, name in tokens[:MOST_TOKENS])
     return Panel(title, tuple(curves), levels=levels)
 
 
 def panel_figure(
     panel: Panel, seeds: Sequence[Trace], stages: Sequence[Stage] = (), predicted: Sequence[Trace] = ()
 ) -> go.Figure:
-    """One panel over a logarithmic axis of steps, of traces with one layer and head each.
+    """One panel over a logarithmic axis of steps.
 
-    The first seed is drawn strongly, the others faintly; the theory is that of the first seed.
+    The first seed is drawn strongly, the others faintly; the theory is that of the first seed, where it has a curve.
     """
     figure = go.Figure()
     _shade(figure, stages)
@@ -58,7 +58,7 @@ def panel_figure(
         colour = COLOURS[number % len(COLOURS)]
         for order, seed in enumerate(seeds):
             figure.add_trace(_line(curve, seed, colour, strong=order == 0))
-        for theory in predicted[:1]:
+        for theory in (theory for theory in predicted[:1] if curve.variable in theory):
             figure.add_trace(_line(curve, theory, colour, dash="dash"))
     for name, level in panel.levels:
         figure.add_hline(
@@ -92,9 +92,12 @@ def head_figure(seeds: Sequence[Trace], variables: Sequence[str]) -> go.Figure:
 
 
 def overview_figure(
-    variable: str, title: str, groups: dict[str, Sequence[Trace]], level: float | None = None
+    curves: Sequence[Curve],
+    title: str,
+    groups: Mapping[str, Sequence[Trace]],
+    levels: Sequence[tuple[str, float]] = (),
 ) -> go.Figure:
-    """One variable in several groups of seeds, each in a small panel of its own, on common axes."""
+    """The same curves in several groups of seeds, each in a small panel of its own, on common axes."""
     columns = 3
     rows = -(-len(groups) // columns)
     figure = make_subplots(
@@ -107,16 +110,36 @@ def overview_figure(
     )
     for index, seeds in enumerate(groups.values()):
         cell: Any = {"row": index // columns + 1, "col": index % columns + 1}
-        for order, seed in enumerate(seeds):
-            figure.add_trace(_line(Curve(variable, variable), seed, COLOURS[0], strong=order == 0), **cell)
-        if level is not None:
-            figure.add_hline(y=level, line={"color": "#999", "width": 1, "dash": "dot"}, **cell)
+        for number, curve in enumerate(curves):
+            for order, seed in enumerate(seeds):
+                line = _line(curve, seed, COLOURS[number % len(COLOURS)], strong=order == 0)
+                figure.add_trace(line.update(showlegend=index == 0 and order == 0), **cell)
+        for name, level in levels:
+            label: Any = {"annotation": {"text": name, "font": {"size": 9, "color": "#777"}}} if name else {}
+            figure.add_hline(y=level, line={"color": "#999", "width": 1, "dash": "dot"}, **label, **cell)
     figure.update_xaxes(type="log", gridcolor=GRID)
     figure.update_yaxes(gridcolor=GRID, zeroline=False)
     figure.update_layout(
-        height=220 * rows + 60, **_look(), title={"text": title, "font": {"size": 14}}, showlegend=False
+        height=220 * rows + 100,
+        **_look(top=80),
+        title={"text": title, "font": {"size": 14}},
+        showlegend=len(curves) > 1,
+        legend={"orientation": "h", "y": -0.12, "yanchor": "top", "x": 0},
     )
     return figure
+
+
+def points_figure(
+    title: str, x_title: str, y_title: str, x: Sequence[float], series: Mapping[str, Sequence[float | None]]
+) -> go.Figure:
+    """Points joined by lines, over a logarithmic axis: how something depends on a setting, a line for each seed."""
+    figure = go.Figure()
+    for number, (name, y) in enumerate(series.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        figure.add_trace(go.Scatter(x=list(x), y=list(y), name=name, mode="lines+markers", line={"color": colour}))
+    figure.update_xaxes(type="log", gridcolor=GRID, title=x_title)
+    figure.update_yaxes(gridcolor=GRID, title=y_title, zeroline=False)
+    return figure.update_layout(height=330, title={"text": title, "font": {"size": 14}, "x": 0.02}, **_look(top=60))
 
 
 def row_cosine_figure(series: Series, steps: Sequence[int]) -> go.Figure:
@@ -146,7 +169,7 @@ def to_html(figure: go.Figure) -> str:
 
 
 def _line(curve: Curve, trace: Trace, colour: str, *, strong: bool = False, dash: str = "solid") -> go.Scatter:
-    values = trace[curve.variable] if curve.token is None else trace[curve.variable].isel(token=curve.token)
+    values = trace[curve.variable].isel(curve.at)
     name = curve.label if dash == "solid" else f"{curve.label}, theory"
     return go.Scatter(
         x=np.maximum(values.step.values, 1),

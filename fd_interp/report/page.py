@@ -15,6 +15,9 @@ from fd_interp.report import attention
 from fd_interp.report.figures import to_html
 from fd_interp.stages import Stage
 
+MOST_COLUMNS = 6
+"""Cases up to which claims at a glance are a matrix; with more, each claim lists its cases."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -61,6 +64,8 @@ def report_page(report: Report) -> str:
         controls=controls,
         holding=sum(verdict.holds for verdict in claims),
         failing_as_they_must=sum(verdict.holds for verdict in controls),
+        most_columns=MOST_COLUMNS,
+        zip=zip,
         glances=[_glance("claim", claims), _glance("control", controls)],
         sections=[
             {

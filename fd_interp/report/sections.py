@@ -4,14 +4,10 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from fd_interp.observation import Trace
-from fd_interp.report import figures
-from fd_interp.report.attention import visible
+from fd_interp.report.figures import panel_figure
 from fd_interp.report.page import Section
 from fd_interp.report.views import attention_of, spread_steps
 from fd_interp.training.series import Series
-
-MOST_TOKENS_OF_MATRIX = 64
-"""Vocabulary up to which the cosines between all embeddings are shown."""
 
 
 def run_section(
@@ -22,21 +18,15 @@ def run_section(
     seeds: Sequence[Trace],
     predicted: Sequence[Trace] = (),
 ) -> Section:
-    """Stages, curves, embedding cosines and attention of the first seed, the other seeds drawn faintly behind.
+    """Stages, curves and attention of the first seed, the other seeds drawn faintly behind.
 
     Args:
+        paper: says what to draw: `stages(trace)`, `panels(series)` of `shown(trace)`, and `wide_figures(series)`.
         series: that of the first seed.
     """
-    tokens, stages = series.inputs.token_strings, paper.stages(seeds[0])
-    baselines = series.run.task.baselines() if series.run else []
-    order = series.inputs.frequencies.argsort(descending=True, stable=True).tolist()
-    curves = [paper.most_focused_head(seed) for seed in seeds]
-    last = series.steps[-1]
-    theory = [figures.one_head(trace).sel(step=slice(0, last)) for trace in predicted]
-    panels = paper.panels([(token, visible(tokens[token])) for token in order], baselines)
-    small = [figures.panel_figure(panel, curves, stages, theory) for panel in panels]
-    wide = []
-    if len(tokens) <= MOST_TOKENS_OF_MATRIX:
-        wide.append(figures.row_cosine_figure(series, spread_steps(series, most=5)[-4:]))
+    stages, last = paper.stages(seeds[0]), series.steps[-1]
+    theory = [paper.shown(trace).sel(step=slice(0, last)) for trace in predicted]
+    curves = [paper.shown(seed) for seed in seeds]
+    small = [panel_figure(panel, curves, stages, theory) for panel in paper.panels(series)]
     view = attention_of(series, spread_steps(series))
-    return Section(title, text, stages, small, wide, view)
+    return Section(title, text, stages, small, paper.wide_figures(series), view)

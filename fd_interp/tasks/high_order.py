@@ -15,7 +15,9 @@ from fd_interp.tasks.lags import Lags
 from fd_interp.tasks.task import Baseline, Batch
 
 ESTIMATED_ON = 20_000
-"""Windows drawn to estimate a ladder with, where there are too many to go through."""
+"""Windows in each of the two draws that a ladder is estimated from, where all are too many to go through."""
+EXACT, ESTIMATED = 1e-7, 1e-5
+"""Length of the gradient where a fit stops: its loss is then within some 1e-8 or 1e-5 nats of the least."""
 
 
 class Rung(NamedTuple):
@@ -23,9 +25,9 @@ class Rung(NamedTuple):
 
     name: str
     additive: float
-    """Least loss of a predictor of the model's own form, whose scores are a sum over blocks."""
+    """Least loss of a predictor of the model's own form, whose scores are a sum over blocks; of all blocks, the law."""
     teacher: float
-    """Loss of the truncated teacher `A_{1:k}`, which knows these blocks and is too sure of what it says."""
+    """Loss of the truncated teacher `A_{1:k}`, which forgets the other blocks, and so is too sure of what it says."""
     entropy: float | None
     """Entropy of the next token given these lags, the least loss of all; None where it cannot be enumerated."""
     predictor: ladder.Additive
@@ -37,19 +39,20 @@ class Rung(NamedTuple):
 class HighOrderMarkov(Lags):
     """`x_t ~ softmax(sum_k A_k sum_{i in I(k)} alpha_i x_{t-i})`, `A_k = scale ratio^(h - k) O_k / temperature`.
 
-    The paper draws the first `lookback` tokens uniformly and predicts the ones generated after them: `burn_in=0`. With
-    a burn-in, the tokens that the model sees come from the chain itself.
+    A sequence starts with `lookback` uniform tokens, and the chain generates the rest. The model sees `context` tokens
+    from the `burn_in`-th on and predicts the one after each. In the paper `burn_in = 0`, and only generated tokens are
+    predicted, which is `loss_on="full_context"`. From `burn_in = lookback` on, all tokens come from the chain.
     """
 
     kind: Literal["high_order"] = "high_order"
     temperature: PositiveFloat = 1.0
     """Scores are divided by it. The paper ran with scale 1 at 0.1, which is scale 10 at 1."""
     burn_in: NonNegativeInt = 10
-    """Tokens generated from uniform ones before the first that the model sees."""
+    """Tokens at the start of a sequence that the model does not see."""
     sequences: PositiveInt | None = None
-    """Size of a finite training set, drawn with replacement; None makes every training sequence a fresh one."""
+    """Size of a finite training set, from which batches are drawn with replacement; None draws fresh sequences."""
     data_seed: NonNegativeInt = 0
-    """Seed of a finite training set."""
+    """Seed of a finite training set, which stays the same whatever the seed of a run."""
 
     @property
     def strengths(self) -> tuple[float, ...]:
@@ -59,7 +62,11 @@ class HighOrderMarkov(Lags):
     @cached_property
     def feature_tables(self) -> Float[Tensor, "lag source target"]:
         """What token i at each lag adds to the score of each next token, in the order of `lags`."""
-        return torch.stack([self.tables[lag][-1] for lag in self.lags])
+        tables = torch.zeros(len(self.lags), self.d_vocab, self.d_vocab, dtype=torch.float64)
+        for block, alphas, matrix in zip(self.blocks, self.weights, self.matrices, strict=True):
+            for lag, alpha in zip(block, alphas, strict=True):
+                tables[self.lags.index(lag)] += alpha * matrix
+        return tables
 
     def sample(self, n: int, generator: torch.Generator) -> Batch:
         if self.sequences is None:
@@ -74,30 +81,39 @@ class HighOrderMarkov(Lags):
     @cached_property
     def _training_set(self) -> Batch:
         assert self.sequences is not None
-        return self._fresh(self.sequences, torch.Generator().manual_seed(self.data_seed))
+        return self._fresh(self.sequences, _generator(self.data_seed, "training set"))
 
     def _fresh(self, n: int, generator: torch.Generator) -> Batch:
         first = torch.randint(self.d_vocab, (self.lookback, n), generator=generator)
-        uniform = torch.rand(self.burn_in + self.context + 1 - self.lookback, n, generator=generator)
+        uniform = torch.rand(
+            self.burn_in + self.context + 1 - self.lookback, n, generator=generator, dtype=torch.float64
+        )
         sequence = list(first)
         for u in uniform:
-            sequence.append((u[:, None] >= self._cumulative(sequence)).sum(-1))
+            sequence.append(self._drawn(sequence, u))
         tokens = torch.stack(sequence[-self.context - 1 :], dim=1)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
-    def _cumulative(self, sequence: list[Int[Tensor, " n"]]) -> Float[Tensor, "n vocab_but_one"]:
-        """Distribution functions of the token that follows the last ones."""
+    def _drawn(self, sequence: list[Int[Tensor, " n"]], u: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """The token that follows the last ones, where u falls in its distribution function."""
         if self.enumerable:
             window = sum(sequence[-lag] * self.d_vocab ** (self.lookback - lag) for lag in range(1, self.lookback + 1))
-            return self._all_cumulative[window]
+            found = torch.searchsorted(self._all_cumulative, window + u, right=True)
+            return (found - window * self.d_vocab).clamp(max=self.d_vocab - 1)  # window + u can be rounded up
         read = [table[sequence[-lag]] for lag, table in zip(self.lags, self.feature_tables, strict=True)]
-        return torch.stack(read).sum(0).softmax(-1).cumsum(-1)[:, :-1].float()
+        cumulative = torch.stack(read).sum(0).softmax(-1).cumsum(-1)[:, :-1].contiguous()
+        return torch.searchsorted(cumulative, u[:, None], right=True).squeeze(1)
 
     @cached_property
-    def _all_cumulative(self) -> Float[Tensor, "window vocab_but_one"]:
-        """Of every window, whose number has the token at lag 1 for its first digit."""
+    def _all_cumulative(self) -> Float[Tensor, " window_and_vocab"]:
+        """Distribution functions of all windows, each one higher than the one before, so that one search finds all.
+
+        The number of a window has the token at lag 1 for its first digit.
+        """
         law = torch.from_numpy(self._law).flatten(0, -2)
-        return law.cumsum(-1)[:, :-1].float()
+        cumulative = law.cumsum(-1)
+        cumulative[:, -1] = 1
+        return (cumulative + torch.arange(len(law))[:, None]).flatten()
 
     @property
     def enumerable(self) -> bool:
@@ -116,11 +132,15 @@ class HighOrderMarkov(Lags):
         return scores.softmax(-1).numpy()
 
     def teacher(self, tokens: Int[Tensor, "batch position"], known: int) -> Float[Tensor, "batch position vocab"]:
-        """Log-probabilities under the truncated teacher `A_{1:known}`; with all blocks it is the law itself."""
+        """Log-probabilities under the truncated teacher `A_{1:known}`: uniform with no block, the law itself with all.
+
+        Raises:
+            InputError: there are fewer blocks.
+        """
         return self.scores(tokens, known).log_softmax(-1)
 
     def bayes(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position vocab"]:
-        """The law itself. Before position `lookback - 1` it lacks lags, and there it is no optimum."""
+        """The law itself; before position `lookback - 1` it lacks lags, and there it is no optimum."""
         return self.teacher(tokens, self.n_blocks)
 
     def windows(self) -> ladder.Windows:
@@ -133,7 +153,7 @@ class HighOrderMarkov(Lags):
         return ladder.every_window(self._law, burn_in=self.burn_in, queries=queries)
 
     def drawn_windows(self, n: int, generator: torch.Generator) -> ladder.Windows:
-        """Windows that queries of fresh sequences meet, for a ladder that cannot be enumerated."""
+        """Windows that queries of fresh sequences meet, `n` or a few more, for a ladder that cannot be enumerated."""
         queries = self.context - self.lookback + 1
         tokens, _ = self._fresh(math.ceil(n / queries), generator)
         seen = tokens.unfold(1, self.lookback, 1).flip(-1).flatten(0, 1)
@@ -148,71 +168,88 @@ class HighOrderMarkov(Lags):
             InputError: as `windows`.
         """
         windows = self.windows()
-        rungs = [self._rung(known, windows, windows) for known in range(self.n_blocks + 1)]
-        met = [ladder.given(windows, self.lags_of(known)) for known in range(self.n_blocks + 1)]
-        return [rung._replace(entropy=ladder.entropy(seen)) for rung, seen in zip(rungs, met, strict=True)]
+        return [self._exact_rung(known, windows) for known in range(self.n_blocks + 1)]
 
-    def estimated_ladder(self, n: int, generator: torch.Generator) -> list[Rung]:
-        """The same from drawn windows, without entropies.
-
-        A predictor fitted to `n` windows is too good on them and, to first order by as much, too bad on others: its
-        least loss is taken to lie half-way.
-        """
-        fitted, judged = (self.drawn_windows(n, generator) for _ in range(2))
-        return [self._rung(known, fitted, judged) for known in range(self.n_blocks + 1)]
-
-    def _rung(self, known: int, fitted: ladder.Windows, judged: ladder.Windows) -> Rung:
-        read = self.blocks[:known], self.weights[:known]
-        fitted, judged = (ladder.given(windows, self.lags_of(known)) for windows in (fitted, judged))
-        on_fitted, on_judged = (ladder.design(windows, *read) for windows in (fitted, judged))
-        teacher = self._teacher_of(known)
-        predictor = teacher if known == self.n_blocks else ladder.best_additive(fitted, on_fitted)
-        too_low = ladder.loss(fitted, ladder.log_probabilities(predictor, on_fitted))
-        too_high = ladder.loss(judged, ladder.log_probabilities(predictor, on_judged))
+    def _exact_rung(self, known: int, windows: ladder.Windows) -> Rung:
+        reading = self._reading(windows, known)
+        predictor = self._best(reading, known, EXACT)
         return Rung(
             name=self.rung_name(known),
-            additive=(too_low + too_high) / 2,
-            teacher=ladder.loss(judged, ladder.log_probabilities(teacher, on_judged)),
-            entropy=None,
+            additive=ladder.loss(predictor, reading),
+            teacher=ladder.loss(self._teacher_of(known), reading),
+            entropy=ladder.entropy(reading.windows),
             predictor=predictor,
-            shortfall=0.0 if predictor is teacher else (too_high - too_low) / 2,
         )
 
+    def estimated_ladder(self, n: int, generator: torch.Generator) -> list[Rung]:
+        """The same from two draws of `n` windows, without entropies.
+
+        A predictor fitted to some windows is too good on them and, to first order by as much, too bad on others: the
+        least loss is taken to lie half-way. One is fitted to each draw and both are judged on both, so that it does not
+        matter which draw is harder to predict.
+        """
+        draws = [self.drawn_windows(n, generator) for _ in range(2)]
+        return [self._estimated_rung(known, draws) for known in range(self.n_blocks + 1)]
+
+    def _estimated_rung(self, known: int, draws: list[ladder.Windows]) -> Rung:
+        readings = [self._reading(windows, known) for windows in draws]
+        predictors = [self._best(reading, known, ESTIMATED) for reading in readings]
+        too_low = np.mean(list(map(ladder.loss, predictors, readings)))
+        too_high = np.mean(list(map(ladder.loss, predictors, reversed(readings))))
+        return Rung(
+            name=self.rung_name(known),
+            additive=float(too_low + too_high) / 2,
+            teacher=float(np.mean([ladder.loss(self._teacher_of(known), reading) for reading in readings])),
+            entropy=None,
+            predictor=predictors[0],
+            shortfall=float(too_high - too_low) / 2,
+        )
+
+    def _reading(self, windows: ladder.Windows, known: int) -> ladder.Reading:
+        return ladder.read(windows, self.blocks[:known], self.weights[:known])
+
+    def _best(self, reading: ladder.Reading, known: int, tolerance: float) -> ladder.Additive:
+        return self._teacher_of(known) if known == self.n_blocks else ladder.best_additive(reading, tolerance)
+
     def _teacher_of(self, known: int) -> ladder.Additive:
-        strengths = np.array(self.strengths[:known])[:, None, None]
-        return ladder.Additive(np.zeros(self.d_vocab), strengths * self.feature_matrices[:known].numpy())
+        return ladder.Additive(np.zeros(self.d_vocab), self.matrices[:known].numpy())
 
     @cached_property
     def ladder(self) -> list[Rung]:
         """Exact where all windows can be gone through; otherwise estimated, which its lack of entropies tells."""
-        if self.enumerable:
-            return self.exact_ladder()
-        return self.estimated_ladder(ESTIMATED_ON, self._generator())
+        return self.exact_ladder() if self.enumerable else self.estimated_ladder(ESTIMATED_ON, self._estimation())
 
-    def _generator(self) -> torch.Generator:
+    def _estimation(self) -> torch.Generator:
         """For what is estimated once, and must be the same each time."""
-        return torch.Generator().manual_seed(self.feature_seed)
+        return _generator(self.feature_seed, "estimation")
 
     def rung(self, tokens: Int[Tensor, "batch position"], known: int) -> Float[Tensor, "batch position vocab"]:
-        """Log-probabilities under the best additive predictor of `known` blocks, from position `lookback - 1` on."""
+        """Log-probabilities under the best additive predictor of `known` blocks, from position `lookback - 1` on.
+
+        Raises:
+            InputError: there are fewer blocks.
+        """
+        self._check_known(known)
         bias, B = (torch.from_numpy(part) for part in self.ladder[known].predictor)
-        scores = bias.expand(*tokens.shape, -1).clone()
-        for block, alphas, matrix in zip(self.blocks, self.weights, B, strict=False):
-            for lag, alpha in zip(block, alphas, strict=True):
-                scores[:, lag - 1 :] += alpha * matrix[tokens[:, : tokens.shape[1] - lag + 1]]
-        return scores.log_softmax(-1)
+        return (bias + self.read(tokens, B)).log_softmax(-1)
 
     def baselines(self) -> list[Baseline]:
-        """Uniform, and the additive rungs, whose last is the law itself."""
+        """Uniform, and the additive rungs, whose last is the law itself, at positions that see every lag."""
         estimated = "" if self.enumerable else ", estimated"
         rungs = [Baseline(rung.name + estimated, rung.additive) for rung in self.ladder]
         return [Baseline("uniform", math.log(self.d_vocab)), *rungs]
 
     def token_frequencies(self) -> Float[Tensor, " vocab"]:
-        """Of the tokens that are predicted with full context; from drawn windows where those are too many."""
+        """Of the tokens that follow positions that see every lag; from drawn windows where all are too many."""
         return self._token_frequencies
 
     @cached_property
     def _token_frequencies(self) -> Float[Tensor, " vocab"]:
-        windows = self.windows() if self.enumerable else self.drawn_windows(ESTIMATED_ON, self._generator())
+        windows = self.windows() if self.enumerable else self.drawn_windows(ESTIMATED_ON, self._estimation())
         return torch.from_numpy(windows.weights @ windows.next_token)
+
+
+def _generator(seed: int, purpose: str) -> torch.Generator:
+    """One that no caller has by chance, who would then hold out the very sequences that are trained on."""
+    words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0]))

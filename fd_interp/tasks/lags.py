@@ -2,12 +2,12 @@
 
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
 from fd_interp.config import Frozen, InputError
@@ -18,36 +18,45 @@ Block = tuple[PositiveInt, ...]
 class Lags(Frozen):
     """Blocks of lags I(1), ..., I(h) in the order of their importance, each read through a matrix of its own.
 
-    What follows position t depends on `sum_k A_k sum_{i in I(k)} alpha_i x_{t-i}`, x one-hot, `A_k = strength_k O_k`.
-    Lag 1 is the token right before the predicted one, which is the query's own.
+    What is predicted at position t depends on `sum_k A_k sum_{i in I(k)} alpha_i x_{t-i}`, x one-hot, with
+    `A_k = strength_k O_k`. Lag 1 is the token right before the predicted one, which is the query's own.
     """
 
     d_vocab: int = Field(default=16, ge=2)
     """Tokens (d in the paper)."""
-    blocks: tuple[Block, ...] = Field(default=((3,), (1,), (2,)), min_length=1)
-    """Sets of lags, the most important first."""
+    blocks: tuple[Block, ...] = ((3,), (1,), (2,))
+    """Sets of lags, the most important first; on a command line `[[3],[1],[2]]`."""
     overlapping: bool = False
-    """Whether blocks may share lags; the paper's are disjoint but in one experiment."""
+    """Whether blocks may share lags; the paper's are disjoint in all experiments but one."""
     ratio: float = Field(default=1.7, ge=1)
     """How many times as strong a block is as the next one (m in the paper); 1 makes them equal."""
     scale: PositiveFloat = 4.0
     """Strength of the least important block."""
     alphas: tuple[tuple[PositiveFloat, ...], ...] | None = None
-    """Weight of each lag in its block; None weighs all by one, as the paper's code does."""
+    """Weight of each lag, block by block; None weighs all by one, as the paper's code does."""
     features: Literal["orthogonal", "gram_schmidt", "shared", "low_rank"] = "orthogonal"
-    """The matrices O_k: independent random orthogonal ones; the same made orthogonal to each other in the Frobenius
-    product; one for all blocks; or partial isometries of rank `rank`."""
+    """The matrices O_k: independent random orthogonal ones; these after Gram–Schmidt in the Frobenius product, each of
+    the same norm as before; one of them for all blocks; or partial isometries of rank `rank`."""
     rank: PositiveInt | None = None
-    """Rank of low-rank features."""
+    """Rank of low-rank features, from 1 to `d_vocab`; None for all others."""
     feature_seed: NonNegativeInt = 0
     """Seed of the features, which stay the same whatever the seed of a run."""
     context: PositiveInt = 12
     """Tokens that the model sees."""
 
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _are_lists(cls, blocks: Any) -> Any:
+        """Told in one sentence, and not guessed: `3, 1` may be meant as one block or as two."""
+        lists = (list, tuple)
+        if not isinstance(blocks, lists) or not blocks or not all(isinstance(b, lists) and b for b in blocks):
+            raise InputError(f"each block is a list of lags, as in [[3], [1, 2]], not {blocks}")
+        return blocks
+
     @model_validator(mode="after")
     def _is_consistent(self) -> "Lags":
         for block in self.blocks:
-            if not block or len(set(block)) < len(block):
+            if len(set(block)) < len(block):
                 raise InputError(f"blocks: a block is a set of different lags, not {list(block)}")
         if not self.overlapping and len(self.lags) < sum(map(len, self.blocks)):
             raise InputError(
@@ -66,10 +75,20 @@ class Lags(Frozen):
         return self
 
     def _check_features(self) -> None:
-        if (self.features == "low_rank") != (self.rank is not None):
-            raise InputError("rank goes with low_rank features, and they need it")
-        if self.rank is not None and self.rank > self.d_vocab:
-            raise InputError(f"rank must be at most d_vocab, {self.d_vocab}, not {self.rank}")
+        if self.features != "low_rank" and self.rank is not None:
+            raise InputError(f"rank is for low_rank features; with {self.features} features leave it out")
+        if self.features == "low_rank" and not 1 <= (self.rank or 0) <= self.d_vocab:
+            raise InputError(f"rank must be from 1 to d_vocab, {self.d_vocab}, for low_rank features, not {self.rank}")
+        if self.features == "gram_schmidt" and self.n_blocks > self._feature_dimension:
+            raise InputError(
+                f"blocks: there are at most {self._feature_dimension} gram_schmidt features of {self.d_vocab} tokens, "
+                f"not {self.n_blocks}; take fewer blocks or more tokens"
+            )
+
+    @property
+    def _feature_dimension(self) -> int:
+        """Of the space that Gram–Schmidt works in."""
+        return self.d_vocab**2
 
     @property
     def n_ctx(self) -> int:
@@ -106,9 +125,12 @@ class Lags(Frozen):
         Raises:
             InputError: there are fewer blocks.
         """
-        if not 0 <= known <= self.n_blocks:
-            raise InputError(f"a teacher can know 0 to {self.n_blocks} blocks, not {known}")
+        self._check_known(known)
         return tuple(dict.fromkeys(lag for block in self.blocks[:known] for lag in block))
+
+    def _check_known(self, known: int) -> None:
+        if not 0 <= known <= self.n_blocks:
+            raise InputError(f"a predictor can know 0 to {self.n_blocks} blocks, not {known}")
 
     @cached_property
     def feature_matrices(self) -> Float[Tensor, "block source target"]:
@@ -127,25 +149,30 @@ class Lags(Frozen):
         return frobenius_orthogonal(isometries) if self.features == "gram_schmidt" else isometries
 
     @cached_property
-    def tables(self) -> dict[int, Float[Tensor, "known source target"]]:
-        """For each lag: row i of entry k is what token i there adds to the scores, of a teacher that knows k blocks."""
-        return {lag: torch.stack([self._table(lag, known) for known in range(self.n_blocks + 1)]) for lag in self.lags}
-
-    def _table(self, lag: int, known: int) -> Float[Tensor, "source target"]:
-        table = torch.zeros(self.d_vocab, self.d_vocab, dtype=torch.float64)
-        for number in range(known):
-            for other, alpha in zip(self.blocks[number], self.weights[number], strict=True):
-                if other == lag:
-                    table = table + alpha * self.strengths[number] * self.feature_matrices[number]
-        return table
+    def matrices(self) -> Float[Tensor, "block source target"]:
+        """`A_k^T = strength_k O_k^T`."""
+        return torch.tensor(self.strengths, dtype=torch.float64)[:, None, None] * self.feature_matrices
 
     def scores(self, tokens: Int[Tensor, "batch position"], known: int) -> Float[Tensor, "batch position vocab"]:
-        """`sum_{j <= known} A_j sum_{i in I(j)} alpha_i x_{t-i}`, for each next token; lags before the start add 0."""
+        """`sum_{k <= known} A_k sum_{i in I(k)} alpha_i x_{t-i}` of what follows each position.
+
+        Lags before the start add nothing, so the first `lookback - 1` positions lack some.
+
+        Raises:
+            InputError: there are fewer blocks.
+        """
+        self._check_known(known)
+        return self.read(tokens, self.matrices[:known])
+
+    def read(
+        self, tokens: Int[Tensor, "batch position"], matrices: Float[Tensor, "known source target"]
+    ) -> Float[Tensor, "batch position vocab"]:
+        """The same through other matrices than `A_k^T`, of the most important blocks."""
         scores = torch.zeros(*tokens.shape, self.d_vocab, dtype=torch.float64)
-        for lag in self.lags_of(known):
-            seen = tokens.shape[1] - (lag - 1)
-            if seen > 0:
-                scores[:, lag - 1 :] += self.tables[lag][known][tokens[:, :seen]]
+        for block, alphas, matrix in zip(self.blocks, self.weights, matrices, strict=False):
+            for lag, alpha in zip(block, alphas, strict=True):
+                with_lag = max(tokens.shape[1] - lag + 1, 0)
+                scores[:, lag - 1 :] += alpha * matrix[tokens[:, :with_lag]]
         return scores
 
     def token_strings(self) -> list[str]:
@@ -161,7 +188,7 @@ class Lags(Frozen):
 def spans(sizes: tuple[int, ...], *, farthest_first: bool = False) -> tuple[Block, ...]:
     """Neighbouring blocks of these sizes from lag 1 on, as in the paper: `(2, 2)` gives `((1, 2), (3, 4))`.
 
-    The nearest is the most important unless `farthest_first`.
+    The nearest, which has the first of the sizes, is the most important, unless `farthest_first`.
     """
     ends = np.cumsum((0, *sizes)).tolist()
     blocks = tuple(tuple(range(start + 1, end + 1)) for start, end in pairwise(ends))
@@ -169,12 +196,15 @@ def spans(sizes: tuple[int, ...], *, farthest_first: bool = False) -> tuple[Bloc
 
 
 def frobenius_orthogonal(matrices: Float[np.ndarray, "block rows columns"]) -> Float[np.ndarray, "block rows columns"]:
-    """Gram–Schmidt in the product `Tr(A^T B)`, in order, each keeping its Frobenius norm."""
+    """Gram–Schmidt in the product `Tr(A^T B)`, in order, each keeping its Frobenius norm.
+
+    The matrices must be linearly independent.
+    """
     flat = matrices.reshape(len(matrices), -1)
     directions, triangle = np.linalg.qr(flat.T)
     signed = directions * np.sign(np.diag(triangle))
     return (signed.T * np.linalg.norm(flat, axis=1, keepdims=True)).reshape(matrices.shape)
 
 
-def _listed(blocks: tuple[tuple[float, ...], ...]) -> str:
+def _listed(blocks: tuple[tuple[int | float, ...], ...]) -> str:
     return ", ".join(str(list(block)) for block in blocks)

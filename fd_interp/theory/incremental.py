@@ -1,5 +1,4 @@
-"""Population gradient flow of attention heads that learn sparse patterns one by one (arXiv 2602.19143), in closed form
-where there is one.
+"""Population flow of attention heads that learn sparse patterns one by one (arXiv 2602.19143), and its closed forms.
 
 This is the paper's regression variant: the target is `sum_j m_j U_j sum_l alpha_jl x_{t-l}` of isotropic inputs, the
 model `sum_k V_k sum_l s_kl x_{t-l}` with the attention `s_k = softmax(a_k)` over lags, and the loss half the squared
@@ -96,8 +95,10 @@ def ladder(target: Target) -> Float[Array, " rung"]:
 
 
 def velocity(heads: Heads, target: Target, *, form: Form, attn_rate: float = 1.0) -> Heads:
-    """Right-hand side of the flow. Logits are `attn_rate` times as fast: `1 / attn_scale^2` for scores that a model
-    divides by its attn_scale."""
+    """Right-hand side of the flow.
+
+    Logits move `attn_rate` times as fast: `1 / attn_scale^2` for scores that a model divides by its attn_scale.
+    """
     return _velocity(heads, target.tensor, form, attn_rate)
 
 
@@ -190,8 +191,9 @@ def escape_rate(target: Target, s: Float[Array, " lag"], block: int, *, form: Fo
     """Rate at which heads drift apart towards a block that is not learned while all attend as s says.
 
     Differences that add up to zero over the heads do not change what they predict together, so nothing stops them.
-    They grow as `exp(rate t)`, `sqrt(G_j J G_j)` (fisher) or `|J G_j|` (gradient) with J = J(s), up to a share of about
-    s(block j). For a single lag beside one that has nearly all attention, `m_j sqrt(s_j)` or `sqrt(2) m_j s_j`.
+    They grow as `exp(rate t)`, the rate being `sqrt(G_j J G_j)` (fisher) or `|J G_j|` (gradient) with J = J(s), to
+    leading order in s(block j). For a single lag beside one that has nearly all attention, it is `m_j sqrt(s_j)` or
+    `sqrt(2) m_j s_j`.
     """
     G_j = target.tensor[block]
     spread = _spread(s, G_j)

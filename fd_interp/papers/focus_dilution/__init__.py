@@ -2,9 +2,10 @@
 
 from fd_interp.papers.focus_dilution.claims import PAPER as PAPER
 from fd_interp.papers.focus_dilution.cycle import cycle as cycle
-from fd_interp.papers.focus_dilution.cycle import most_focused_head as most_focused_head
 from fd_interp.papers.focus_dilution.cycle import stages as stages
 from fd_interp.papers.focus_dilution.panels import panels as panels
+from fd_interp.papers.focus_dilution.panels import shown as shown
+from fd_interp.papers.focus_dilution.panels import wide_figures as wide_figures
 from fd_interp.papers.focus_dilution.population import predicted as predicted
 from fd_interp.papers.focus_dilution.settings import SETTINGS as SETTINGS
 from fd_interp.papers.focus_dilution.settings import ZIPF as ZIPF

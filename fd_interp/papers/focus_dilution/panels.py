@@ -1,18 +1,32 @@
 """What a report of this paper shows of a trace."""
 
-from collections.abc import Sequence
+import plotly.graph_objects as go
 
-from fd_interp.report.figures import Curve, Panel, by_token
-from fd_interp.tasks.task import Baseline
+from fd_interp.papers.focus_dilution.cycle import most_focused_head
+from fd_interp.report.attention import visible
+from fd_interp.report.figures import Curve, Panel, by_token, row_cosine_figure
+from fd_interp.report.views import spread_steps
+from fd_interp.training.series import Series
+
+MOST_TOKENS_OF_MATRIX = 64
+"""Vocabulary up to which the cosines between all embeddings are shown."""
+
+shown = most_focused_head
+"""What is drawn of a trace."""
 
 
-def panels(tokens: Sequence[tuple[int, str]], baselines: Sequence[Baseline]) -> list[Panel]:
-    """The panels.
+def wide_figures(series: Series) -> list[go.Figure]:
+    """Cosines between the embeddings at a few steps, where there are few enough tokens to see."""
+    if len(series.inputs.token_strings) > MOST_TOKENS_OF_MATRIX:
+        return []
+    return [row_cosine_figure(series, spread_steps(series, most=5)[-4:])]
 
-    Args:
-        tokens: in the order of their frequency, with their names.
-        baselines: the simpler predictors, whose losses are drawn as levels.
-    """
+
+def panels(series: Series) -> list[Panel]:
+    """Curves over the steps, with the losses of simpler predictors as levels and tokens in the order of frequency."""
+    baselines = series.run.task.baselines() if series.run else []
+    order = series.inputs.frequencies.argsort(descending=True, stable=True).tolist()
+    tokens = [(token, visible(series.inputs.token_strings[token])) for token in order]
     return [
         Panel("Loss (nats)", (Curve("loss", "held-out loss"),), levels=tuple(baselines)),
         Panel(

@@ -1,13 +1,14 @@
 """When each block is learned, by three detectors, and what the heads do meanwhile."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from fd_interp.observation import Trace
-from fd_interp.stages import Stage, first_step
+from fd_interp.stages import Stage, Stretch, first_step, stretches
 
 AT_RUNG = 0.03
 """Relative distance from a rung's loss within which a model counts as standing on it."""
@@ -17,8 +18,6 @@ LEAST_RISE = 0.05
 """Nats that a KL must rise for its minimum to have an end."""
 LEAST_LEARNED = 0.25
 """Share of a block below which it counts as not learned, however it got there."""
-AGREEMENT = 0.35
-"""Relative difference between the first and the last of the detectors up to which they agree."""
 
 
 class Acquisition(NamedTuple):
@@ -34,10 +33,6 @@ class Acquisition(NamedTuple):
     @property
     def seen(self) -> list[int]:
         return [step for step in self if step is not None]
-
-    def spread(self) -> float | None:
-        """Difference between the latest and the earliest detector ÷ the latest; None where one sees nothing."""
-        return None if len(self.seen) < len(self) else (max(self.seen) - min(self.seen)) / max(max(self.seen), 1)
 
 
 def acquisitions(trace: Trace) -> list[Acquisition]:
@@ -104,14 +99,16 @@ def flattest_step(trace: Trace, after: int, before: int) -> int | None:
     return int(steps[reach:-reach][change.argmin()])
 
 
-class Interval(NamedTuple):
-    """The first and the last kept step of a phase."""
+def flattest_steps(trace: Trace) -> list[int | None]:
+    """Of each plateau between two blocks that are learned, by loss; None where one of them is not."""
+    steps = [acquired.by_loss for acquired in acquisitions(trace)]
+    return [
+        None if after is None or before is None else flattest_step(trace, after, before)
+        for after, before in pairwise(steps)
+    ]
 
-    start: int
-    end: int
 
-
-def competitive_interval(trace: Trace) -> Interval | None:
+def competitive_interval(trace: Trace) -> Stretch | None:
     """The longest stay of a loss on rung 1 while all heads attend most to one and the same block.
 
     On it: within `AT_RUNG` of the rung's loss. In a model of several layers, the heads of the first.
@@ -120,10 +117,11 @@ def competitive_interval(trace: Trace) -> Interval | None:
         return None
     top = trace.block_mass.isel(layer=0).argmax("block")
     alike = (top == top.isel(head=0)).all("head")
-    return _longest(alike & (abs(off_rung(trace, 1)) < AT_RUNG))
+    resting = stretches(alike & (abs(off_rung(trace, 1)) < AT_RUNG))
+    return max(resting, key=lambda stretch: stretch.end - stretch.start, default=None)
 
 
-def cooperative_interval(trace: Trace) -> Interval | None:
+def cooperative_interval(trace: Trace) -> Stretch | None:
     """From the step at which heads have different top blocks for good, to the end of training."""
     if trace.sizes["head"] < 2:
         return None
@@ -133,50 +131,35 @@ def cooperative_interval(trace: Trace) -> Interval | None:
         return None
     last_alike = np.flatnonzero(alike)
     start = last_alike[-1] + 1 if len(last_alike) else 0
-    return Interval(int(trace.step[start]), int(trace.step[-1]))
-
-
-def _longest(condition: xr.DataArray) -> Interval | None:
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], condition.values, [False])).astype(int)))
-    stretches = [
-        Interval(int(condition.step[start]), int(condition.step[end - 1]))
-        for start, end in zip(edges[::2], edges[1::2], strict=True)
-    ]
-    return max(stretches, key=lambda stretch: stretch.end - stretch.start, default=None)
+    return Stretch(int(trace.step[start]), int(trace.step[-1]))
 
 
 def stages(trace: Trace) -> list[Stage]:
     """One stage for each rung, from the step that its block is learned at, by loss, to the next that is."""
-    last = int(trace.step[-1])
-    starts: list[int | None] = [0, *(acquired.by_loss for acquired in acquisitions(trace))]
+    last, acquired = int(trace.step[-1]), acquisitions(trace)
+    starts: list[int | None] = [0, *(one.by_loss for one in acquired)]
     begun = [start for start in starts if start is not None]
-    return [
-        Stage(
-            _name(trace, known),
-            start,
-            None if start is None else min((s for s in begun if s > start), default=last),
-            _seen(trace, known, start),
-        )
-        for known, start in enumerate(starts)
-    ]
+    ends = [None if start is None else min((s for s in begun if s > start), default=last) for start in starts]
+    seen = [_seen(trace, known, start, end) for known, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    names = [f"{known} block{'s' * (known != 1)} known" for known in range(len(starts))]
+    return [Stage(*columns) for columns in zip(names, starts, ends, seen, strict=True)]
 
 
-def _name(trace: Trace, known: int) -> str:
-    return f"{known} block{'s' * (known != 1)} known"
-
-
-def _seen(trace: Trace, known: int, start: int | None) -> str:
-    nearest = float(abs(off_rung(trace, known)).min())
-    if start is None:
-        return f"not reached: the loss stays {nearest:.1%} or more from rung {known}"
-    parts = [f"loss within {nearest:.1%} of rung {known} at best"]
+def _seen(trace: Trace, known: int, start: int | None, end: int | None) -> str:
+    if start is None or end is None:
+        return f"not reached: the loss stays {float(abs(off_rung(trace, known)).min()):.1%} or more from rung {known}"
+    parts = []
+    flattest = flattest_step(trace, start, end + 1)
+    if known and flattest is not None:
+        off = float(off_rung(trace, known).sel(step=flattest))
+        parts.append(f"flattest at step {flattest}, {abs(off):.1%} {'above' if off > 0 else 'below'} rung {known}")
     if known:
-        acquired = acquisitions(trace)[known - 1]
-        parts.append(f"learned at {_listed(acquired)}")
-    phase = competitive_interval(trace) if known == 1 else None
-    if phase:
-        parts.append(f"all heads on one block from step {phase.start} to {phase.end}")
-    return "; ".join(parts)
+        parts.append(f"learned at {_listed(acquisitions(trace)[known - 1])}")
+    phase = {1: competitive_interval(trace), 2: cooperative_interval(trace)}.get(known)
+    if phase is not None:
+        what = "on one block, on the rung" if known == 1 else "on different blocks"
+        parts.append(f"heads {what} from step {phase.start} to {phase.end}")
+    return "; ".join(parts) or "before any block"
 
 
 def _listed(acquired: Sequence[int | None]) -> str:
