@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fd_interp.claims import Claim, Evidence, Finding, Verdict, judge, judge_control
     from fd_interp.config import InputError
-    from fd_interp.models.config import OneLayer, Transformer
+    from fd_interp.models.config import Minimal, OneLayer, Transformer
     from fd_interp.observation import Observation, Probe, Trace, Variable, observe
     from fd_interp.papers import setting, settings
     from fd_interp.probes.condensation import EMBEDDING_CONDENSATION
     from fd_interp.probes.focus import frequency_focus
     from fd_interp.probes.prediction import excess_loss, held_out_loss
     from fd_interp.probes.redistribution import REDISTRIBUTION
+    from fd_interp.probes.rungs import excess_over_rungs, teacher_kl
+    from fd_interp.probes.specialization import head_specialization, skip_alignment, value_alignment
     from fd_interp.sources import from_checkpoints, open_source
+    from fd_interp.tasks.high_order import HighOrderMarkov
+    from fd_interp.tasks.lag_regression import LagRegression
     from fd_interp.tasks.markov import MarkovChain
     from fd_interp.tasks.task import Baseline, Batch, Task
     from fd_interp.tasks.text import TextCorpus
@@ -27,13 +31,17 @@ if TYPE_CHECKING:
 _HOME = {
     "claims": ["Claim", "Evidence", "Finding", "Verdict", "judge", "judge_control"],
     "config": ["InputError"],
-    "models.config": ["OneLayer", "Transformer"],
+    "models.config": ["Minimal", "OneLayer", "Transformer"],
     "observation": ["Observation", "Probe", "Trace", "Variable", "observe"],
     "papers": ["setting", "settings"],
     "probes.condensation": ["EMBEDDING_CONDENSATION"],
     "probes.focus": ["frequency_focus"],
     "probes.prediction": ["excess_loss", "held_out_loss"],
     "probes.redistribution": ["REDISTRIBUTION"],
+    "probes.rungs": ["excess_over_rungs", "teacher_kl"],
+    "probes.specialization": ["head_specialization", "skip_alignment", "value_alignment"],
+    "tasks.high_order": ["HighOrderMarkov"],
+    "tasks.lag_regression": ["LagRegression"],
     "tasks.markov": ["MarkovChain"],
     "tasks.task": ["Baseline", "Batch", "Task"],
     "tasks.text": ["TextCorpus"],
