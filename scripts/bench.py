@@ -23,14 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fd_interp
 from fd_interp.models import lens
 from fd_interp.models.build import trained
-from fd_interp.models.config import Hold, OneLayer, Transformer
+from fd_interp.models.config import Hold, Minimal, OneLayer, Transformer
 from fd_interp.observation import observe
 from fd_interp.papers.focus_dilution import ZIPF, probes
 from fd_interp.papers.focus_dilution.settings import MULTI_HEAD
+from fd_interp.papers.incremental.settings import INCREMENTAL
 from fd_interp.reproduction import versions
 from fd_interp.tasks.task import Batch
 from fd_interp.training.loop import batch_loss, batches, loss_of, make_optimizer, new_model, snapshot_keeper, train
@@ -43,7 +45,15 @@ OBSERVED = Training(optimizer=ZIPF.training.optimizer, steps=100, batch_size=128
 SNAPSHOTS = LogSpaced(count=24)
 
 ALL = ZIPF.model_copy(update={"training": ZIPF.training.model_copy(update={"loss_on": "all"})})
-POSITIONS = {"last": ZIPF, "all": ALL}
+BY_TOKEN = INCREMENTAL.model_copy(
+    update={"model": INCREMENTAL.model.model_copy(update={"attends_by": "token_and_position"})}
+)
+TRAINED = {
+    "training step, loss on last": ZIPF,
+    "training step, loss on all": ALL,
+    "minimal model by position, training step": INCREMENTAL,
+    "minimal model by token and position, training step": BY_TOKEN,
+}
 
 Contestants = Mapping[str, Callable[[], object]]
 
@@ -107,6 +117,46 @@ class PlainLastAttention(PlainAttention):
         return (q @ k.transpose(1, 2)).softmax(-1) @ x @ self.W_U
 
 
+class PlainMinimal(nn.Module):
+    """The weights of the minimal model, and what its two forms in plain PyTorch need besides."""
+
+    mask: Tensor
+    positions: Tensor
+
+    def __init__(self, run: Run, d_query: int, d_value: int) -> None:
+        super().__init__()
+        assert isinstance(run.model, Minimal)
+        assert run.model.attn_scale is not None
+        self.d_vocab, self.queries, self.attn_scale = run.task.d_vocab, run.queries, run.model.attn_scale
+        self.W_Q = nn.Parameter(torch.randn(run.model.n_heads, d_query, d_query) * run.model.std)
+        self.W_V = nn.Parameter(torch.zeros(run.model.n_heads, d_value, d_value))
+        self.register_buffer("mask", torch.full((run.task.n_ctx, run.task.n_ctx), float("-inf")).triu(1))
+        self.register_buffer("positions", torch.eye(run.task.n_ctx))
+
+
+class PlainByPosition(PlainMinimal):
+    """Heads that attend by position. Of the obvious ways, to mix tokens and apply W_V to the mixture is the fastest."""
+
+    def forward(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch query vocab"]:
+        x = functional.one_hot(tokens, self.d_vocab).float()
+        pattern = (self.W_Q[:, self.queries] / self.attn_scale + self.mask[self.queries]).softmax(-1)
+        mixed = torch.einsum("hqk,bkv->bqhv", pattern, x)
+        return mixed.flatten(2) @ self.W_V.flatten(0, 1)
+
+
+class PlainByTokenAndPosition(PlainMinimal):
+    """Heads that attend by both, in the same way; of what they write only the logits are computed."""
+
+    def forward(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch query vocab"]:
+        x = functional.one_hot(tokens, self.d_vocab).float()
+        x = torch.cat([x, self.positions.expand(len(tokens), -1, -1)], -1)
+        q = torch.einsum("bqm,hmn->bqhn", x[:, self.queries], self.W_Q)
+        scores = torch.einsum("bqhn,bkn->bqhk", q, x) / self.attn_scale
+        pattern = (scores + self.mask[self.queries, None]).softmax(-1)
+        mixed = torch.einsum("bqhk,bkm->bqhm", pattern, x)
+        return mixed.flatten(2) @ self.W_V.flatten(0, 1)[:, : self.d_vocab]
+
+
 def training_step(optimizer: torch.optim.Optimizer, loss_fn: Callable[[], Tensor]) -> Callable[[], None]:
     """One step of training as the loop takes it."""
 
@@ -126,11 +176,16 @@ def our_step(run: Run, batch: Batch) -> Callable[[], None]:
     return training_step(make_optimizer(run, trained(run.model, model)), lambda: batch_loss(run, model, batch))
 
 
-def plain_model(run: Run) -> PlainAttention:
+def plain_model(run: Run) -> nn.Module:
     """The run's model in plain PyTorch."""
+    d_vocab, n_ctx = run.task.d_vocab, run.task.n_ctx
+    if isinstance(run.model, Minimal):
+        if run.model.attends_by == "position":
+            return PlainByPosition(run, n_ctx, d_vocab)
+        return PlainByTokenAndPosition(run, d_vocab + n_ctx, d_vocab + n_ctx)
     assert isinstance(run.model, OneLayer)
     kind = PlainLastAttention if run.training.loss_on == "last" else PlainAttention
-    return kind(run.task.d_vocab, run.task.n_ctx, run.model.d_model, run.model.d_head, run.model.std)
+    return kind(d_vocab, n_ctx, run.model.d_model, run.model.d_head, run.model.std)
 
 
 def plain_step(run: Run, batch: Batch) -> Callable[[], None]:
@@ -157,16 +212,20 @@ def lens_step(run: Run, batch: Batch) -> Callable[[], None]:
     return our_step(run.model_copy(update={"model": Transformer(std=1e-2, attn_scale=1.0, fixed=HELD)}), batch)
 
 
+def rivals(run: Run) -> list[tuple[str, Callable[[Run, Batch], Callable[[], None]], float]]:
+    """What a step of the run is compared with: its name, a step of it, and the ratio to stay below."""
+    plain = ("plain PyTorch", plain_step, 1.0)
+    return [plain] if isinstance(run.model, Minimal) else [plain, ("TransformerLens' own model", lens_step, 0.8)]
+
+
 def steps(rounds: int) -> list[Row]:
     """Training steps beside those of other implementations."""
-    rivals = (("plain PyTorch", plain_step, 1.0), ("TransformerLens' own model", lens_step, 0.8))
     rows = []
-    for positions, run in POSITIONS.items():
+    for name, run in TRAINED.items():
         batch = next(batches(run))
-        for label, rival, target in rivals:
+        for label, rival, target in rivals(run):
             taken = times({"ours": our_step(run, batch), "theirs": rival(run, batch)}, rounds, calls=CALLS)
-            name = f"training step, loss on {positions} / {label}"
-            rows.append(Row(name, taken["ours"], taken["ours"] / taken["theirs"], target))
+            rows.append(Row(f"{name} / {label}", taken["ours"], taken["ours"] / taken["theirs"], target))
     return rows
 
 

@@ -20,18 +20,20 @@ from fd_interp.models.paper_model import (
     attention_block,
     causal_mask,
     parameters,
+    shown,
+    silent,
 )
 
 
 def attention_by_position(
-    W_Q: Float[Tensor, "head position position"],
+    W_Q: Float[Tensor, "head n_ctx n_ctx"],
     W_V: Float[Tensor, "head vocab vocab"],
     resid_pre: Float[Tensor, "batch position vocab"],
     mask: Float[Tensor, "position position"],
     *,
     attn_scale: float,
     queries: slice,
-    tap: Tap | None,
+    tap: Tap,
     layer: int = 0,
 ) -> Float[Tensor, "batch query vocab"]:
     """What heads that attend by position alone write together at the positions `queries`.
@@ -39,37 +41,37 @@ def attention_by_position(
     Args:
         mask: added to the scores; minus infinity where a query may not look.
         attn_scale: scores are divided by it.
-        tap: called with every hook's name and activation; None where nobody listens.
+        tap: called with every hook's name and activation.
     """
-    batch, length, _ = resid_pre.shape
+    length, n_heads = resid_pre.shape[1], len(W_Q)
     scores = torch.add(mask[queries], W_Q[:, :length, :length][:, queries], alpha=1 / attn_scale)
-    if tap is None:
+    if tap is silent:
         return _attended_alike(scores.softmax(-1), W_V, resid_pre)
     block = f"blocks.{layer}."
-    resid_pre = tap(f"{block}hook_resid_pre", resid_pre)
-    v = tap(f"{block}attn.hook_v", to_heads(resid_pre.unsqueeze(2), W_V))
-    return attended(scores.repeat(batch, 1, 1, 1), v, tap=tap, layer=layer)
+    x = tap(f"{block}hook_resid_pre", resid_pre)
+    v = shown(tap, f"{block}attn.hook_v", to_heads(x, W_V, n_heads), "(h b) k d -> b k h d", h=n_heads)
+    return attended(scores.repeat_interleave(len(x), dim=0), v, n_heads, tap=tap, layer=layer)
 
 
 def attention_by_token_and_position(
     W_Q: Float[Tensor, "head d_model d_model"],
-    W_V: Float[Tensor, "head d_model d_model"],
+    W_V: Float[Tensor, "head d_model d_written"],
     resid_pre: Float[Tensor, "batch position d_model"],
     mask: Float[Tensor, "position position"],
     *,
     attn_scale: float,
     queries: slice,
-    tap: Tap | None,
+    tap: Tap,
     layer: int = 0,
-) -> Float[Tensor, "batch query d_model"]:
-    """The same for heads whose queries are read from tokens and positions; keys are tokens and positions themselves."""
-    if tap is None:
-        return _attended_together(W_Q, W_V, resid_pre, mask, attn_scale, queries)
+) -> Float[Tensor, "batch query d_written"]:
+    """The same for heads whose keys are tokens and positions themselves, and whose queries are read from both."""
+    if tap is silent:
+        return _attended_together(W_Q / attn_scale, W_V, resid_pre, mask, queries)
     weights = HeadWeights(W_Q, W_V=W_V)
     return attention(weights, resid_pre, mask, attn_scale=attn_scale, queries=queries, tap=tap, layer=layer)
 
 
-# Where nobody asks for values, heads mix tokens first and write afterwards: what they mix needs no copy for each head.
+# Where nobody listens, heads mix what they attend to and then write, so that they need no copies of it.
 
 
 def _attended_alike(
@@ -77,34 +79,35 @@ def _attended_alike(
     W_V: Float[Tensor, "head vocab vocab"],
     x: Float[Tensor, "batch key vocab"],
 ) -> Float[Tensor, "batch query vocab"]:
-    """All sequences with one pattern: a product over the whole batch, which lies behind the positions in memory."""
+    """Where all sequences have one pattern, a head mixes the tokens of the whole batch in one product."""
     n_heads, n_queries, _ = pattern.shape
     batch, _, d_vocab = x.shape
-    mixed = torch.mm(pattern.flatten(0, 1), x.transpose(0, 1).flatten(1))  # (head query) (batch vocab)
-    written = torch.bmm(mixed.view(n_heads, -1, d_vocab), W_V).sum(0)
-    return written.view(n_queries, batch, d_vocab).transpose(0, 1)
+    tokens = x.transpose(0, 1).flatten(1).expand(n_heads, -1, -1)  # head key (batch vocab)
+    mixed = torch.bmm(pattern, tokens).view(n_heads, -1, d_vocab)  # head (query batch) vocab
+    return torch.bmm(mixed, W_V).sum(0).view(n_queries, batch, d_vocab).transpose(0, 1)
 
 
 def _attended_together(
     W_Q: Float[Tensor, "head d_model d_model"],
-    W_V: Float[Tensor, "head d_model d_model"],
+    W_V: Float[Tensor, "head d_model d_written"],
     x: Float[Tensor, "batch key d_model"],
     mask: Float[Tensor, "key key"],
-    attn_scale: float,
     queries: slice,
-) -> Float[Tensor, "batch query d_model"]:
-    """The queries of all heads in one product with the keys they share."""
-    q = to_heads(x[:, queries].unsqueeze(2), W_Q)
-    of_each_head = mask[queries].repeat_interleave(len(W_Q), dim=0)
-    scores = torch.baddbmm(of_each_head, q.flatten(1, 2), x.mT, alpha=1 / attn_scale)  # batch (query head) key
-    mixed = torch.bmm(scores.softmax(-1), x)
-    return torch.matmul(mixed.view(*q.shape[:2], -1), W_V.flatten(0, 1))
+) -> Float[Tensor, "batch query d_written"]:
+    """Where all heads have the same keys, their queries meet them in one product."""
+    n_heads, d_model, _ = W_Q.shape
+    q = torch.matmul(x[:, queries], W_Q.transpose(0, 1).flatten(1))  # batch query (head d_model)
+    q = q.view(len(x), -1, d_model)  # batch (query head) d_model
+    scores = torch.baddbmm(mask[queries].repeat_interleave(n_heads, dim=0), q, x.mT)
+    mixed = torch.bmm(scores.softmax(-1), x).view(-1, n_heads, d_model)  # (batch query) head d_model
+    return torch.bmm(mixed.transpose(0, 1), W_V).sum(0).view(len(x), -1, W_V.shape[2])
 
 
 class MinimalAttention(PaperModel):
     """`Minimal` as a hooked module: use `run_with_cache` and `run_with_hooks` as on any TransformerLens model.
 
-    Heads that attend by position have no `hook_q` and `hook_k`: their scores are the weights themselves.
+    Heads that attend by position have no `hook_q` and `hook_k`: their scores are the weights themselves. While anybody
+    listens at a hook, products are taken in another order, which can change the last bits of the logits.
     """
 
     mask: Tensor
@@ -142,15 +145,17 @@ class MinimalAttention(PaperModel):
     ) -> Float[Tensor, "batch query vocab"]:
         """Logits at the positions `queries`, by default all of them."""
         length = tokens.shape[1]
-        mask = self.mask[:length, :length]
+        mask, tap = self.mask[:length, :length], self.tap
         attend = attention_by_position if self.by_position else attention_by_token_and_position
-        tap = self.tap if self.is_heard else None
         last = len(self._heads) - 1
-        resid = self._embedded(tokens)
+        resid = self._embedded(tokens, tap)
         for layer, heads in enumerate(self._heads):
+            W_V = heads.W_V
+            if layer == last and tap is silent:
+                W_V = W_V[..., : self.cfg.d_vocab]  # what else the last layer writes is no logit
             resid = attend(
                 heads.W_Q,
-                heads.W_V,
+                W_V,
                 resid,
                 mask,
                 attn_scale=self.cfg.attn_scale,
@@ -160,13 +165,13 @@ class MinimalAttention(PaperModel):
             )
         return resid[..., : self.cfg.d_vocab]
 
-    def _embedded(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
+    def _embedded(self, tokens: Int[Tensor, "batch position"], tap: Tap) -> Float[Tensor, "batch position d_model"]:
         """Heads that attend by position read positions before sequences in memory."""
         if self.by_position:
-            return self.tap("hook_embed", functional.embedding(tokens.T, self.W_E).transpose(0, 1))
-        embed = self.tap("hook_embed", functional.embedding(tokens, self.W_E))
+            return tap("hook_embed", functional.embedding(tokens.T, self.W_E).transpose(0, 1))
+        embed = tap("hook_embed", functional.embedding(tokens, self.W_E))
         positions = self.one_hot[self.cfg.d_vocab : self.cfg.d_vocab + tokens.shape[1]]
-        return embed + self.tap("hook_pos_embed", positions.repeat(len(tokens), 1, 1))
+        return embed + tap("hook_pos_embed", positions.repeat(len(tokens), 1, 1))
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -14,6 +15,24 @@ HEAD_HOOKS = ("q", "k", "v", "attn_scores", "pattern", "z")
 
 Tap = Callable[[str, Tensor], Tensor]
 """Sees each named activation on its way, and may replace it."""
+
+
+def silent(name: str, value: Tensor) -> Tensor:
+    """The tap of a model that nobody listens to."""
+    return value
+
+
+def shown(tap: Tap, name: str, value: Tensor, layout: str, **sizes: int) -> Tensor:
+    """Taps an activation that lies in memory in an order of its own, which hooks see in TransformerLens'.
+
+    Args:
+        layout: from the one to the other, in einops' language. Where nobody listens nothing is rearranged: in a model
+            this small a view takes as long as a product.
+    """
+    if tap is silent:
+        return value
+    ours, theirs = layout.split(" -> ")
+    return rearrange(tap(name, rearrange(value, layout, **sizes)), f"{theirs} -> {ours}")
 
 
 @dataclass(frozen=True)
@@ -42,16 +61,13 @@ class PaperModel(HookedRootModule):
     cfg: Shape
 
     @property
-    def is_heard(self) -> bool:
-        """Whether anybody listens at any hook."""
-        return any(map(_is_heard, self.hook_dict.values()))
+    def tap(self) -> Tap:
+        """Passes activations to the hooks, if there are any."""
+        return self._tap if any(map(_is_heard, self.hook_dict.values())) else silent
 
-    def tap(self, name: str, value: Tensor) -> Tensor:
+    def _tap(self, name: str, value: Tensor) -> Tensor:
         """What a hook returns may broadcast to what it replaces, as in TransformerLens."""
-        point = self.hook_dict[name]
-        if not _is_heard(point):
-            return value  # calling ten points that nobody listens at takes a thirtieth of a training step
-        edited = point(value)
+        edited = self.hook_dict[name](value)
         return edited if edited is value else edited.expand_as(value)
 
 

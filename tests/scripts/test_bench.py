@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,8 @@ def test_every_row_says_what_is_compared_with_what(results: dict[str, Any]):
     for ours in ("training step, loss on last", "training step, loss on all"):
         for theirs in ("plain PyTorch", "TransformerLens' own model"):
             assert f"{ours} / {theirs}" in names
+    for form in ("position", "token and position"):
+        assert f"minimal model by {form}, training step / plain PyTorch" in names
     others = {"observe": 2, "keep a snapshot": 1, "load a snapshot": 1, "import fd_interp": 1, "fd-interp --help": 1}
     for other, times in others.items():
         assert sum(name.startswith(other) for name in names) == times
@@ -100,14 +103,22 @@ def test_no_rounds_are_refused(bench: ModuleType, monkeypatch: pytest.MonkeyPatc
     assert "--rounds must be at least 1, not 0" in capsys.readouterr().err
 
 
+def share_weights(ours: Any, plain: Any) -> None:
+    """Gives our model the weights of the one in plain PyTorch."""
+    attn = ours.blocks[0].attn
+    if hasattr(ours, "unembed"):
+        ours.embed.W_E.data, ours.unembed.W_U.data = plain.embed.weight.data, plain.W_U.data
+        attn.W_Q.data, attn.W_K.data = plain.W_Q.data[None], plain.W_K.data[None]
+    else:
+        attn.W_Q.data, attn.W_V.data = plain.W_Q.data, plain.W_V.data
+
+
 def test_both_implementations_compute_the_same_loss(bench: ModuleType):
-    for run in bench.POSITIONS.values():
+    for run in bench.TRAINED.values():
         batch = next(bench.batches(run))
-        plain = bench.plain_model(run)
-        ours = bench.new_model(run)
-        ours.embed.W_E.data = plain.embed.weight.data
-        ours.unembed.W_U.data = plain.W_U.data
-        for name in ("W_Q", "W_K"):
-            getattr(ours.blocks[0].attn, name).data = getattr(plain, name).data[None]
+        plain, ours = bench.plain_model(run), bench.new_model(run)
+        for parameter in plain.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        share_weights(ours, plain)
         ratio = bench.batch_loss(run, ours, batch) / bench.loss_of(plain(batch.tokens), batch.targets[:, run.queries])
         assert ratio.item() == pytest.approx(1, abs=1e-6)

@@ -138,11 +138,16 @@ def stages(trace: Trace) -> list[Stage]:
     """One stage for each rung, from the step that its block is learned at, by loss, to the next that is."""
     last, acquired = int(trace.step[-1]), acquisitions(trace)
     starts: list[int | None] = [0, *(one.by_loss for one in acquired)]
-    begun = [start for start in starts if start is not None]
-    ends = [None if start is None else min((s for s in begun if s > start), default=last) for start in starts]
+    ends = [
+        None if start is None else _first_from(start, starts[rung + 1 :], last) for rung, start in enumerate(starts)
+    ]
     seen = [_seen(trace, known, start, end) for known, (start, end) in enumerate(zip(starts, ends, strict=True))]
     names = [f"{known} block{'s' * (known != 1)} known" for known in range(len(starts))]
     return [Stage(*columns) for columns in zip(names, starts, ends, seen, strict=True)]
+
+
+def _first_from(start: int, later: Sequence[int | None], last: int) -> int:
+    return min((step for step in later if step is not None and step >= start), default=last)
 
 
 def _seen(trace: Trace, known: int, start: int | None, end: int | None) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 
 from fd_interp.claims import Claim, Evidence, Finding
 from fd_interp.papers.incremental.acquisition import (
+    LEAST_LEARNED,
     acquisitions,
     competitive_interval,
     flattest_steps,
@@ -90,9 +91,13 @@ def _permutation(evidence: Evidence) -> Finding:
 
 
 def _offsets(evidence: Evidence) -> Finding:
-    """In units of the feature's largest coefficient in any head, so that a strong feature does not count more."""
-    coefficients = evidence.trace.value_coefficient.isel(step=-1, layer=0)
-    offset = evidence.trace.cooperative_offset.isel(step=-1) / coefficients.max("head")
+    """In units of the feature's largest coefficient in any head, so that a strong feature does not count more.
+
+    Of a feature that is not learned the coefficients are small and of any sign, and say nothing.
+    """
+    end = evidence.trace.isel(step=-1)
+    offset = end.cooperative_offset / end.value_coefficient.isel(layer=0).max("head")
+    offset = offset.where(end.effective_coefficient > LEAST_LEARNED)
     lowest = float(offset.min()) if bool(np.isfinite(offset).any()) else None
     return Finding(lowest is not None and lowest < -OFFSET, {"lowest offset": lowest})
 
@@ -173,7 +178,7 @@ OFFSETS = Claim(
     "offsets",
     "Heads hold features of other heads with a negative sign, which cancels cross terms",
     f"{PAPER}, Sec. 3.3",
-    f"some feature is held at less than -{OFFSET:.0%} of its largest coefficient by a head that does not own its block",
+    f"some learned feature is held at less than -{OFFSET:.0%} of its largest coefficient by a head without its block",
     _offsets,
 )
 RUNG_OF_HEADS = Claim(

@@ -132,12 +132,12 @@ def escape_flows(deltas: Sequence[float], *, seed: int) -> Trace:
     return side_by_side({delta: flow_of_fig_10(delta, seed=seed, until=250) for delta in deltas}, "delta")
 
 
-def half_time(flow: Trace, block: int) -> float:
-    """When half of a block is learned, interpolated between the steps; NaN where it is not."""
+def half_time(flow: Trace, block: int) -> float | None:
+    """When half of a block is learned, interpolated between the steps; None where it is not."""
     share = flow.effective_coefficient.isel(block=block).values
     after = int(np.argmax(share > 0.5))
     if not after:
-        return float("nan")
+        return None
     around = slice(after - 1, after + 1)
     return float(np.interp(0.5, share[around], flow.step.values[around]))
 
@@ -150,6 +150,8 @@ def _escape(evidence: Evidence) -> Finding:
         flow = evidence.trace.sel(delta=delta)
         n_heads = flow.sizes["head"]
         first, second = half_time(flow, 0), half_time(flow, 1)
+        if first is None or second is None:
+            return Finding(False, {"slope": None})
         s_2 = float(np.interp(first, flow.step, flow.block_mass[:, 0, :, 1].mean("head")))
         kappa = (FIG_10.strengths[0] ** 2 - FIG_10.strengths[1] ** 2) / n_heads
         measured.append(np.sqrt(1 / s_2 + kappa * (second - first)))
@@ -172,11 +174,12 @@ def _flow_plateaus(evidence: Evidence) -> Finding:
     flow, rungs = evidence.trace, theory.ladder(FIG_10)
     numbers: dict[str, float | None] = {}
     for known in (1, 2):
-        step = flattest_step(flow, round(half_time(flow, known - 1)), round(half_time(flow, known)))
-        numbers[f"rung {known} off"] = None if step is None else float(flow.loss.sel(step=step)) / rungs[known] - 1
+        after, before = half_time(flow, known - 1), half_time(flow, known)
+        step = None if after is None or before is None else flattest_step(flow, round(after), round(before))
+        numbers[f"rung {known} off"] = None if step is None else float(flow.loss.sel(step=step) / rungs[known] - 1)
     on_rungs = all(value is not None and abs(value) < 0.01 for value in numbers.values())
     numbers["final loss"] = final = float(flow.loss[-1])
-    return Finding(on_rungs and final < 0.01 * rungs[0], numbers)
+    return Finding(on_rungs and final < 0.01 * float(rungs[0]), numbers)
 
 
 FLOW_PLATEAUS = Claim(
@@ -189,9 +192,11 @@ FLOW_PLATEAUS = Claim(
 
 
 def _offset_identity(evidence: Evidence) -> Finding:
-    """In the middle of the second plateau; where heads are still alike there is nothing to cancel and it must fail."""
+    """In the middle of the second plateau, which must be there."""
     flow = evidence.trace.isel(layer=0)
     second, third = half_time(flow, 1), half_time(flow, 2)
+    if second is None or third is None:
+        return Finding(False, {"predicted": None, "measured": None})
     at = flow.sel(step=(second + third) / 2, method="nearest")
     owner = int(at.block_mass.values[:, 1].argmax())
     offset = theory.offset(at.block_mass.values, at.value_coefficient.values, block=0, feature=1, owner=owner)

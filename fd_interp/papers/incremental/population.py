@@ -21,6 +21,7 @@ def applies(run: Run) -> bool:
         isinstance(run.task, LagRegression)
         and isinstance(model, Minimal)
         and (model.n_layers, model.attends_by, model.fixed) == (1, "position", {})
+        and model.stds.get("W_V", model.std) == 0
         and plain
         and training.loss_on == "last"
     )

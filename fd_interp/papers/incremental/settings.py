@@ -5,6 +5,7 @@ has dropout and normalises after each sum. None of that is here. Its absolute lo
 """
 
 from fd_interp.claims import Claim
+from fd_interp.measures.lags import full_context
 from fd_interp.models.config import Minimal, Transformer
 from fd_interp.observation import Probe
 from fd_interp.papers.incremental import claims
@@ -75,13 +76,14 @@ SETTINGS: dict[str, Run] = {
 
 
 def probes(run: Run) -> list[Probe]:
-    """What is measured at every snapshot of a run of this paper."""
-    task, queries = run.task, run.queries
+    """What is measured at every snapshot of a run of this paper, at the last query or at all that see every lag."""
+    task = run.task
     assert isinstance(task, HighOrderMarkov | LagRegression)
+    queries = run.queries if run.training.loss_on == "last" else full_context(task.lags)
     asked = [held_out_loss(queries), excess_over_rungs(task, queries), head_specialization(task.blocks, queries)]
     if isinstance(task, HighOrderMarkov):
         asked += [excess_loss(task, queries), teacher_kl(task, queries)]
-    if isinstance(run.model, Minimal | Transformer) and run.model.n_layers == 1:
+    if getattr(run.model, "n_layers", 1) == 1:
         asked.append(value_alignment(task, queries))
     if isinstance(run.model, Transformer):
         asked.append(skip_alignment(task))
@@ -104,13 +106,16 @@ def claims_about(run: Run) -> tuple[Claim, ...]:
 
     With as many heads as blocks each is to have one of its own in the end. With m = 2 it is not judged: there the last
     head's attention is still divided evenly between two blocks when the loss is that of the law, so nothing moves it.
+    Equal blocks have no order and so no stages, and a skip connection carries nothing but lag 1.
     """
     model, task = run.model, run.task
     assert isinstance(task, HighOrderMarkov | LagRegression)
     if isinstance(task, LagRegression):
         return (claims.ORDER, claims.PLATEAUS, claims.SOLVED)
     if isinstance(model, Transformer):
-        return (claims.SKIP,)
+        return (claims.SKIP,) if 1 in task.lags else ()
     if not isinstance(model, Minimal) or model.n_layers > 1 or model.n_heads != task.n_blocks or task.overlapping:
         return (claims.RUNG_OF_HEADS,)
+    if task.ratio == 1:
+        return (claims.FINAL, claims.RUNG_OF_HEADS, claims.PERMUTATION)
     return STAGED if task.ratio == 2 else (*STAGED, claims.PERMUTATION)
