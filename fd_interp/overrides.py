@@ -44,6 +44,8 @@ def fields_of(value: BaseModel, prefix: str = "") -> Iterator[Field]:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, tuple) and any(isinstance(item, tuple) for item in value):
+        return json.dumps(value, separators=(",", ":"))  # no spaces, so that it can be typed back as one word
     if isinstance(value, tuple):
         return " ".join(f"{item:.4g}" if isinstance(item, float) else str(item) for item in value) or "none"
     if isinstance(value, dict):
