@@ -1,6 +1,6 @@
 """From a series of snapshots to a trace: named measurements with labelled axes, one row per step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -98,8 +98,8 @@ def observe(
         batch: sequences to run on; None takes the series' own held-out batch.
 
     Raises:
-        InputError: two probes measure the same variable; a probe names a hook that does not exist, or measures other
-            variables or axes than it declares; or the series changes shape.
+        InputError: two probes measure the same variable, or name an axis differently; a probe names a hook that does
+            not exist, or measures other variables or axes than it declares; or the series changes shape.
     """
     variables = _declared(probes)
     batch = series.inputs.held_out if batch is None else batch
@@ -130,7 +130,16 @@ def _declared(probes: Sequence[Probe]) -> dict[str, Variable]:
             if name in owner:
                 raise InputError(f"probes {owner[name]} and {probe.name} both measure {name}; observe them apart")
             owner[name] = probe.name
+    _check_names(variable for probe in probes for variable in probe.variables.values())
     return {name: variable for probe in probes for name, variable in probe.variables.items()}
+
+
+def _check_names(variables: Iterable[Variable]) -> None:
+    """An axis is the same for all variables, and so are the names along it."""
+    known: dict[str, list[str]] = {}
+    for dim, names in (named for variable in variables for named in variable.names.items()):
+        if known.setdefault(dim, list(names)) != list(names):
+            raise InputError(f"the axis {dim} cannot be both {known[dim]} and {list(names)}; observe them apart")
 
 
 def _check_batch(batch: Batch, model: lens.Model) -> None:
@@ -164,6 +173,9 @@ def _measured(probe: Probe, seen: Observation) -> dict[str, np.ndarray]:
         if value.ndim != len(dims := probe.variables[name].dims):
             shape = tuple(value.shape)
             raise InputError(f"probe {probe.name} declares {name} with the axes {dims} but measured shape {shape}")
+        for dim, names in probe.variables[name].names.items():
+            if len(names) != (places := value.shape[dims.index(dim)]):
+                raise InputError(f"probe {probe.name} names {len(names)} places along {dim}, and {name} has {places}")
     return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in values.items()}
 
 

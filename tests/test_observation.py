@@ -116,6 +116,37 @@ def test_a_trace_has_labelled_axes_and_says_what_its_numbers_are() -> None:
     assert trace.x.sel(step=5, layer=2, head=1).shape == (5,)
 
 
+def named(names: list[str], *, name: str = "x", places: int = 3) -> Probe:
+    """A probe of an axis of its own, whose places have names."""
+    variable = Variable(("block",), "what it is", "somewhere", names={"block": names})
+    return Probe(f"probe of {name}", {name: variable}, lambda seen: {name: torch.arange(places)})
+
+
+def test_places_along_an_axis_can_have_names() -> None:
+    unnamed = a_probe(lambda seen: torch.ones(3), dims=("block",), name="y")
+    trace = observe(a_series(), [named(["lag 3", "lag 1", "lag 2"]), unnamed])
+    assert trace.block_name.dims == ("block",)
+    assert trace.block_name.values.tolist() == ["lag 3", "lag 1", "lag 2"]
+    assert trace.block.values.tolist() == [0, 1, 2]  # an axis is still counted
+    assert trace.x.isel(step=0, block=1).block_name.item() == "lag 1"
+    assert "block_name" not in observe(a_series(), [unnamed]).coords
+
+
+def test_probes_that_name_an_axis_alike_can_be_observed_together() -> None:
+    trace = observe(a_series(), [named(["a", "b", "c"]), named(["a", "b", "c"], name="y")])
+    assert trace.block_name.values.tolist() == ["a", "b", "c"]
+    with pytest.raises(InputError) as caught:
+        observe(a_series(), [named(["a", "b", "c"]), named(["a", "c", "b"], name="y")])
+    message = "the axis block cannot be both ['a', 'b', 'c'] and ['a', 'c', 'b']; observe them apart"
+    assert str(caught.value) == message
+
+
+def test_names_must_be_as_many_as_places() -> None:
+    with pytest.raises(InputError) as caught:
+        observe(a_series(), [named(["a", "b"])])
+    assert str(caught.value) == "probe probe of x names 2 places along block, and x has 3"
+
+
 def test_values_are_those_of_each_snapshot_in_its_layer_and_head() -> None:
     series = a_series()
     pattern = a_probe(lambda seen: torch.stack([each[:, :, -1, 0].mean(0) for each in seen.activations("pattern")]),

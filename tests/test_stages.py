@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -7,12 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_interp.stages import (
+    Dwell,
     Stage,
+    Stretch,
     change_points,
+    dwells,
     first_departure,
     first_step,
     longest_stay,
     step_of_maximum,
+    stretches,
     table,
 )
 
@@ -89,6 +94,49 @@ def test_a_stay_may_last_from_the_start_or_to_the_end():
     assert longest_stay(curve([1, 1, 1]), 1.0, 0.1) == (0, 20)
     assert longest_stay(curve([0, 1, 1]), 1.0, 0.1) == (10, 20)
     assert longest_stay(curve([1, 1, 0]), 1.0, 0.1) == (0, 10)
+
+
+def test_stretches_are_from_the_first_to_the_last_snapshot_without_a_break():
+    steps = [0, 1, 5, 20, 21, 40, 50]
+    measured = curve([1, 0, 1, 1, 0, NAN, 1], steps=steps)
+    assert stretches(measured > 0.5) == [(0, 0), (5, 20), (50, 50)]
+    assert stretches(measured < 0.5) == [(1, 1), (21, 21)]
+    assert stretches(measured > 2) == []
+    assert stretches(curve([1, 1, 1], steps=[3, 4, 9]) > 0) == [Stretch(start=3, end=9)]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30))
+@settings(deadline=None, max_examples=30)
+def test_stretches_hold_each_step_of_the_condition_once_and_no_other(holds: list[bool]):
+    condition = curve(holds) > 0.5
+    found = stretches(condition)
+    inside = [step for start, end in found for step in range(start, end + 1, 10)]
+    assert inside == [10 * index for index, one in enumerate(holds) if one]
+    assert all(after.start - before.end > 10 for before, after in pairwise(found))
+
+
+def mass(*blocks: list[float]) -> xr.DataArray:
+    return xr.DataArray(np.array(blocks).T, dims=("step", "block"), coords={"step": 10 * np.arange(len(blocks[0]))})
+
+
+def test_a_head_dwells_where_it_has_half_of_its_attention():
+    moving = mass([0.9, 0.6, 0.3, 0.2, 0.1], [0.1, 0.4, 0.49, 0.5, 0.8])
+    assert dwells(moving) == [Dwell(block=0, start=0, end=10), Dwell(block=1, start=30, end=40)]
+    assert dwells(moving, least=0.45) == [(0, 0, 10), (1, 20, 40)]
+    assert dwells(moving, least=0.95) == []
+
+
+def test_a_head_may_come_back_and_stays_are_in_the_order_of_their_start():
+    assert dwells(mass([0.1, 0.6, 0.2, 0.7], [0.8, 0.1, 0.7, 0.1])) == [
+        (1, 0, 0),
+        (0, 10, 10),
+        (1, 20, 20),
+        (0, 30, 30),
+    ]
+
+
+def test_blocks_that_overlap_can_both_be_dwelt_on():
+    assert dwells(mass([0.9, 0.9], [0.2, 0.9])) == [(0, 0, 10), (1, 10, 10)]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -76,10 +76,10 @@ def to_heads(
     """Each head's own view of x; without a matrix, x itself for each."""
     if n_heads == 1:  # spares views, which take as long as products in a model this small
         return x if weight is None else torch.matmul(x, weight[0])
-    by_head = x.flatten(0, 1).expand(n_heads, -1, -1)
-    if weight is not None:
-        by_head = torch.bmm(by_head, weight)
-    return by_head.reshape(n_heads * x.shape[0], x.shape[1], -1)
+    if weight is None:
+        return x.repeat(n_heads, 1, 1)
+    by_head = torch.bmm(x.flatten(0, 1).expand(n_heads, -1, -1), weight)  # head (batch position) d_head
+    return by_head.view(-1, x.shape[1], weight.shape[2])
 
 
 def _scores(

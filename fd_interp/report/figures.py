@@ -130,7 +130,11 @@ def overview_figure(
 
 
 def points_figure(
-    title: str, x_title: str, y_title: str, x: Sequence[float], series: Mapping[str, Sequence[float | None]]
+    title: str,
+    x_title: str,
+    y_title: str,
+    x: Sequence[float | int],
+    series: Mapping[str, Sequence[float | int | None]],
 ) -> go.Figure:
     """Points joined by lines, over a logarithmic axis: how something depends on a setting, a line for each seed."""
     figure = go.Figure()

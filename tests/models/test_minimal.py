@@ -1,4 +1,5 @@
 import math
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fd_interp.training import loop
 from fd_interp.training.loop import make_optimizer, new_model, train, training_steps
 from fd_interp.training.run import SGD, AdamW, Every, Keep, Run, Training
 from fd_interp.training.series import open_series
-from tests.training.test_series import listing
+from tests.training.test_resume import before_step, unbroken
 
 D_VOCAB, N_CTX = 5, 4
 D_BOTH = D_VOCAB + N_CTX
@@ -428,12 +429,12 @@ def test_weights_of_positions_get_the_gradients_of_all_sequences_at_their_scores
 @pytest.mark.parametrize("heard", [False, True])
 @pytest.mark.parametrize("queries", [slice(-1, None), slice(1, 3), slice(2, None), slice(None, None, 2)], ids=str)
 def test_some_queries_give_their_rows_of_the_logits(config: Minimal, heard: bool, queries: slice) -> None:
-    model, other = minimal(config), minimal(config)
+    model, other = minimal(config, dtype=torch.float64), minimal(config, dtype=torch.float64)
     hooks = [("hook_embed", lambda value, hook: None)] if heard else []
     every, some = model(TOKENS), other.run_with_hooks(TOKENS, queries=queries, fwd_hooks=hooks)
     torch.testing.assert_close(some, every[:, queries])
-    (of_every, of_some) = (gradients_of_square(m, logits) for m, logits in ((model, every[:, queries]), (other, some)))
-    torch.testing.assert_close(of_some, of_every, atol=1e-6, rtol=1e-5)
+    of_every, of_some = gradients_of_square(model, every[:, queries]), gradients_of_square(other, some)
+    torch.testing.assert_close(of_some, of_every)
 
 
 def gradients_of_square(model: MinimalAttention, logits: Tensor) -> list[Tensor]:
@@ -492,82 +493,85 @@ def test_an_ensemble_under_vmap_equals_a_loop_over_its_seeds(config: Minimal) ->
             torch.testing.assert_close(found[seed], expected, **close(torch.float64))
 
 
-def small_run(**fields: object) -> Run:
-    model = fields.pop("model", Minimal(stds={"W_V": 0.0}, std=0.1))
-    training = {"optimizer": AdamW(lr=0.05, lrs={"W_Q": 0.1}), "steps": 25, "batch_size": 16} | fields
+def small_run(model: Minimal, optimizer: SGD | AdamW, steps: int, **fields: Any) -> Run:
+    sizes = {"d_vocab": 4, "context": 5} | {name: fields.pop(name) for name in fields.keys() & {"d_vocab", "context"}}
     return Run(
-        task=HighOrderMarkov(d_vocab=4, blocks=((2,), (1,)), context=5),
+        task=HighOrderMarkov(blocks=((2,), (1,)), **sizes),
         model=model,
-        training=Training(**{"loss_on": "full_context"} | training),
+        training=Training(optimizer=optimizer, steps=steps, batch_size=16, loss_on="full_context"),
         keep=Keep(at=Every(stride=6), hooks=("pattern", "z"), gradients=("pattern",), held_out=8),
+        **fields,
     )
 
 
-def trained_model(run: Run, weights: lens.Weights | None = None) -> MinimalAttention:
+def after_training(run: Run, initial: lens.Weights) -> MinimalAttention:
     model = new_model(run)
     assert isinstance(model, MinimalAttention)
-    if weights:
-        lens.load_weights(model, weights)
+    lens.load_weights(model, initial)
     for _ in training_steps(run, model, make_optimizer(run, trained(run.model, model))):
         pass
     return model
 
 
-@each_dtype
-@pytest.mark.parametrize("n_heads", [2, 3, 5])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n_heads", [3, 5])
 @pytest.mark.parametrize("attends_by", ["position", "token_and_position"])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.5, momentum=0.9), AdamW(lr=0.05)], ids=["sgd", "adamw"])
-def test_heads_that_start_alike_stay_alike(
-    attends_by: str, n_heads: int, dtype: torch.dtype, optimizer: SGD | AdamW
-) -> None:
-    """To the last bit: whatever rounding sets apart grows exponentially, and ends the plateau."""
+def test_heads_that_start_alike_stay_alike(attends_by: str, n_heads: int, dtype: str, optimizer: SGD | AdamW) -> None:
+    """To the last bit, since what rounding sets apart grows exponentially and ends a plateau.
+
+    With sizes that fill the processor's vectors: elsewhere it treats the ends of rows in another way.
+    """
     config = Minimal(attends_by=attends_by, n_heads=n_heads, std=0.5)
-    run = small_run(model=config, optimizer=optimizer, steps=100)
-    run = run.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    alike = {name: weight[:1].expand_as(weight).clone() for name, weight in lens.weights(new_model(run)).items()}
-    model = trained_model(run, alike)
-    for weight in (model.W_Q[0], model.W_V[0]):
-        assert torch.equal(weight, weight[:1].expand_as(weight))
-    assert model.W_V.abs().max() > 0.1
-    assert not torch.equal(model.W_Q[0, 0], alike["blocks.0.attn.W_Q"][0])
-    apart = trained_model(run)
+    run = small_run(config, optimizer, 60, d_vocab=8, context=8, dtype=dtype)
+    different = lens.weights(new_model(run))
+    alike = {name: weight[:1].expand_as(weight).clone() for name, weight in different.items()}
+    model = after_training(run, alike)
+    for weights, initial in ((model.W_Q[0], alike["blocks.0.attn.W_Q"]), (model.W_V[0], alike["blocks.0.attn.W_V"])):
+        assert (weights - initial).abs().max() > 0.05
+        assert all(torch.equal(weight, weights[0]) for weight in weights)
+    apart = after_training(run, different)
     assert (apart.W_V[0, 0] - apart.W_V[0, 1]).abs().max() > 1e-3
 
 
 @each_form
 def test_attention_is_not_learned_before_there_are_values(config: Minimal) -> None:
-    model = minimal(config.model_copy(update={"stds": {"W_V": 0.0}}))
-    of_queries, of_values = torch.autograd.grad(loss_of(model(TOKENS)), list(model.parameters()))
+    without = config.model_copy(update={"stds": {"W_V": 0.0}})
+    (of_queries, of_values), (of_others, _) = (
+        torch.autograd.grad(loss_of(model(TOKENS)), list(model.parameters()))
+        for model in map(minimal, (without, config))
+    )
     assert of_queries.count_nonzero() == 0
     assert of_values.abs().max() > 1e-3
-    of_queries, _ = torch.autograd.grad(
-        loss_of(minimal(config)(TOKENS)), list(minimal(config).parameters()), allow_unused=True
-    )
+    assert of_others.abs().max() > 1e-3
 
 
-@each_form
-def test_values_start_at_zero_and_queries_are_normal(config: Minimal) -> None:
-    def weights(**fields: object) -> dict[str, Tensor]:
-        model = build(Minimal(attends_by=config.attends_by, n_heads=4, n_layers=2, **fields), 20, 20, torch.float64)
-        drawn = initial_weights(model_config(fields), lens.weights(model), torch.Generator().manual_seed(0))
-        lens.load_weights(model, drawn)
-        return {"W_Q": model.W_Q, "W_V": model.W_V}
+def drawn(**fields: Any) -> dict[str, Tensor]:
+    """Weights of a model of eight heads before training, by the end of their names."""
+    config = Minimal(n_heads=4, n_layers=2, **fields)
+    weights = lens.weights(build(config, 20, 20, torch.float64))
+    drawn = initial_weights(config, weights, torch.Generator().manual_seed(0))
+    return {short: torch.stack([drawn[name] for name in drawn if name.endswith(short)]) for short in ("W_Q", "W_V")}
 
-    def model_config(fields: dict[str, Any]) -> Minimal:
-        return Minimal(attends_by=config.attends_by, n_heads=4, n_layers=2, **fields)
 
-    default = weights()
+def assert_normal(weight: Tensor, std: float) -> None:
+    assert abs(weight.mean()) <= 5 * std / math.sqrt(weight.numel())
+    assert abs(weight.std() - std) <= 5 * std / math.sqrt(2 * weight.numel())
+
+
+@pytest.mark.parametrize("attends_by", ["position", "token_and_position"])
+def test_values_start_at_zero_and_queries_are_normal(attends_by: str) -> None:
+    default = drawn(attends_by=attends_by)
     assert default["W_V"].count_nonzero() == 0
-    n = default["W_Q"].numel()
-    assert abs(default["W_Q"].mean()) <= 5e-3 / math.sqrt(n)
-    assert abs(default["W_Q"].std() - 1e-3) <= 5e-3 / math.sqrt(2 * n)
-    assert weights(std=0.0)["W_Q"].count_nonzero() == 0
-    torch.testing.assert_close(weights(std=1e-9)["W_Q"] * 1e6, default["W_Q"])
-    both = weights(std=0.5, stds={"W_V": 2.0})
-    torch.testing.assert_close(both["W_Q"], default["W_Q"] * 500)
-    assert abs(both["W_V"].std() - 2) <= 10 / math.sqrt(2 * both["W_V"].numel())
-    assert weights(stds={"W_Q": 0.0, "W_V": 1.0})["W_Q"].count_nonzero() == 0
-    assert weights(stds={})["W_V"].std() == pytest.approx(1e-3, rel=0.2)
+    assert_normal(default["W_Q"], 1e-3)
+    assert drawn(attends_by=attends_by, std=0.0)["W_Q"].count_nonzero() == 0
+    torch.testing.assert_close(drawn(attends_by=attends_by, std=1e-9)["W_Q"] * 1e6, default["W_Q"])
+    both = drawn(attends_by=attends_by, std=0.5, stds={"W_V": 2.0})
+    assert_normal(both["W_Q"], 0.5)
+    assert_normal(both["W_V"], 2.0)
+    values_alone = drawn(attends_by=attends_by, std=0.5, stds={"W_Q": 0.0})
+    assert values_alone["W_Q"].count_nonzero() == 0
+    assert_normal(values_alone["W_V"], 0.5)
 
 
 @pytest.mark.parametrize("name", ["W_K", "W_O", "W_E", "W_U", "w_v", "b_Q"])
@@ -633,29 +637,43 @@ def test_the_config_has_the_names_of_transformer_lens(config: Minimal) -> None:
         assert getattr(model.cfg, field) == getattr(theirs.cfg, field), field
 
 
+TWO_LAYERS = Minimal(attends_by="token_and_position", n_layers=2, std=0.5, stds={})
 RUNS = {
-    "position": small_run(),
-    "both, two layers": small_run(model=Minimal(attends_by="token_and_position", n_layers=2, stds={}, std=0.3)),
+    "position": small_run(Minimal(std=0.1), AdamW(lr=0.05, lrs={"W_Q": 0.1}), 25),
+    "both, two layers": small_run(TWO_LAYERS, SGD(lr=0.2, momentum=0.9), 25, dtype="float64"),
 }
+each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@each_run
 def test_a_run_interrupted_at_any_step_goes_on_to_the_same_bytes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(run, tmp_path / "unbroken", show_progress=False)
-    steps = loop.training_steps
-
-    def interrupted(*arguments: Any, start: int) -> Any:
-        for step in steps(*arguments, start=start):
-            if step.step == at:
-                loop.signal_of_a_test()
-            yield step
-
+    directory = tmp_path / "interrupted"
     for at in (4, 12, 13):
         with monkeypatch.context() as patched:
-            patched.setattr(loop, "training_steps", interrupted)
+            patched.setattr(loop, "training_steps", before_step(at, lambda: signal.raise_signal(signal.SIGINT)))
             with pytest.raises(KeyboardInterrupt):
-                train(run, tmp_path / "interrupted", show_progress=False)
-    train(run, tmp_path / "interrupted", show_progress=False)
-    assert listing(tmp_path / "interrupted") == listing(tmp_path / "unbroken")
+                train(run, directory, show_progress=False)
+    assert unbroken(run, directory) == unbroken(run, tmp_path / "unbroken")
+
+
+@each_run
+def test_a_trained_series_opens_again(run: Run, tmp_path: Path) -> None:
+    left = train(run, tmp_path / "run", show_progress=False)
+    series = open_series(tmp_path / "run")
+    assert series.run == run
+    assert series.steps == left.steps == [0, 6, 12, 18, 24, 25]
+    first, last = series[0].weights(), series[-1].weights()
+    assert all(torch.equal(weight, lens.weights(new_model(run))[name]) for name, weight in first.items())
+    assert not any(torch.equal(first[name], last[name]) for name in first)
+
+    model, tokens = series[-1].model(), series.inputs.held_out.tokens
+    assert isinstance(model, MinimalAttention)
+    assert all(torch.equal(weight, last[name]) for name, weight in lens.weights(model).items())
+    cached = lens.run_and_cache(model, tokens, ["pattern", "z"]).activations
+    kept = series[-1].activations()
+    torch.testing.assert_close({name: kept[name] for name in cached}, cached)
+    assert len(kept) == len(cached) + run.model.n_layers  # gradients at patterns
+    losses = [loop.batch_loss(run, snapshot.model(), series.inputs.held_out) for snapshot in (series[0], series[-1])]
+    assert losses[1] < losses[0] - 0.05

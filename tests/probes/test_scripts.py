@@ -7,12 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import xarray as xr
 
 from tests.test_sources import checkpoint as checkpoint
 
-SCRIPTS = ("frequency_focus", "embedding_condensation")
+SCRIPTS = ("frequency_focus", "embedding_condensation", "head_specialization")
 
 
 class Answer(NamedTuple):
@@ -101,3 +102,121 @@ def test_bad_input_is_one_sentence(ask: Ask, name: str, small_directory: Path, a
     assert answer.stderr.startswith(f"{name}: ")
     assert sentence in answer.stderr
     assert len(answer.stderr.strip().splitlines()) == 1
+
+
+specialization = pytest.mark.parametrize("name", ["head_specialization"], indirect=True)
+SHORT = ["--training.steps", "3", "--training.batch_size", "8", "--keep.held_out", "16", "--keep.at.stride", "1"]
+
+
+@pytest.fixture(scope="module")
+def history() -> xr.Dataset:
+    """Two heads by hand: the first moves from lag 3 to lag 1, the second stays in the middle."""
+    steps, lag_3 = [0, 10, 20, 30], [0.9, 0.6, 0.2, 0.1]
+    mass = np.stack([np.stack([lag_3, 1 - np.array(lag_3)], 1), np.full((4, 2), [0.4, 0.3])], 1)[:, None]
+    per_layer = ("step", "layer")
+    return xr.Dataset(
+        {
+            "block_mass": (("step", "layer", "head", "block"), mass),
+            "competition": (per_layer, [[0.0], [0.0], [0.0], [0.25]]),
+            "cooperation": (per_layer, [[0.0], [0.0], [0.0], [0.5]]),
+            "redundancy": (per_layer, [[0.0], [0.0], [0.0], [0.75]]),
+        },
+        coords={
+            "step": steps,
+            "layer": [0],
+            "head": [0, 1],
+            "block": [0, 1],
+            "block_name": ("block", ["lag 3", "lag 1"]),
+        },
+    )
+
+
+def test_a_table_of_a_run_says_where_each_head_has_been(script: Callable[[str], ModuleType], history: xr.Dataset):
+    moved, divided = script("probes/head_specialization.py").table(history, [])
+    indices = {"layer: competition": 0.25, "cooperation": 0.5, "redundancy": 0.75}
+    assert moved == {
+        "head": "L0H0", "attends to": "lag 1", "mass": 0.9, "at 0.5 since": 20, "before that": "lag 3 from 0 to 10",
+    } | indices  # fmt: skip
+    assert divided == {
+        "head": "L0H1", "attends to": "lag 3", "mass": 0.4, "at 0.5 since": None, "before that": None
+    } | indices  # fmt: skip
+
+
+def test_a_table_of_a_checkpoint_has_the_most_that_random_weights_do(
+    script: Callable[[str], ModuleType], history: xr.Dataset
+):
+    module, last = script("probes/head_specialization.py"), history.isel(step=[-1])
+    random = [last.assign(block_mass=factor * last.block_mass) for factor in (0.2, 0.5, 0.3)]
+    moved, divided = module.table(last, random)
+    assert (moved["attends to"], moved["mass"], moved["with random weights"]) == ("lag 1", 0.9, 0.45)
+    assert (divided["attends to"], divided["mass"], divided["with random weights"]) == ("lag 3", 0.4, 0.2)
+    assert module.table(last, [])[0]["with random weights"] is None
+
+
+@specialization
+def test_a_task_of_lags_is_asked_about_its_blocks(ask: Ask):
+    blocks = ["--task.d_vocab", "4", "--task.blocks", "[[5],[2,1]]"]
+    answer = ask("incremental", "--seeds", "2", *blocks, *SHORT, "--json")
+    assert answer.returncode == 0, answer.stderr
+    rows, traces = map(json.loads(answer.stdout).get, ("table", "traces"))
+    assert [(row["run"], row["head"]) for row in rows] == [
+        (f"seed-{seed}", f"L0H{head}") for seed in range(2) for head in range(3)
+    ]
+    assert {row["attends to"] for row in rows} == {"lags 1-2"}  # of nearly uniform attention two lags have the more
+    assert [xr.load_dataset(trace).block_name.values.tolist() for trace in traces] == [["lag 5", "lags 1-2"]] * 2
+
+    again = ask("runs/incremental", "--seeds", "2", "--json")
+    assert json.loads(again.stdout)["table"] == rows
+
+
+@specialization
+def test_lags_can_be_named(ask: Ask, own_directory: Path):
+    answer = ask(str(own_directory), "--lags", "1", "3-5", "--json")
+    assert answer.returncode == 0, answer.stderr
+    trace = xr.load_dataset(own_directory / "head_specialization-small.nc")
+    assert trace.block_name.values.tolist() == ["lag 1", "lags 3-5"]
+    assert ask(str(own_directory), "--json").returncode == 0
+    every = xr.load_dataset(own_directory / "head_specialization-small.nc")
+    assert every.block_name.values.tolist() == [f"lag {lag}" for lag in range(1, 7)]  # the context has six
+    far = every.block_mass_last.isel(block=slice(2, 5)).sum("block")
+    np.testing.assert_allclose(trace.block_mass_last.isel(block=1), far, rtol=1e-6)
+
+
+@specialization
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("7", "--lags: lag 7 reaches beyond the 6 tokens that"),
+        ("2-9", "--lags: lag 9 reaches beyond the 6 tokens that"),
+        ("0", "lag 0 is not in the past"),
+    ],
+)
+def test_lags_that_are_not_there_are_refused_in_one_sentence(
+    ask: Ask, small_directory: Path, wrong: str, sentence: str
+):
+    answer = ask(str(small_directory), "--lags", "1", wrong)
+    assert answer.returncode == 2
+    assert sentence in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1
+
+
+@specialization
+@pytest.mark.parametrize("wrong", ["x", "3-", "5-2", "1.5", "", "2,3", "-1-3"])
+def test_what_is_no_lag_is_refused(ask: Ask, small_directory: Path, wrong: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        ask(str(small_directory), "--lags", wrong)
+    assert stopped.value.code == 2
+    assert "--lags: " in capsys.readouterr().err
+
+
+@specialization
+def test_heads_of_a_real_model_look_at_the_token_before_as_random_ones_do_not(ask: Ask, shared_data: Path):
+    folder = shared_data / "stories260K"
+    text = shared_data / "tinystories" / "valid_head.txt"
+    options = ["--text", str(text), "--tokenizer", str(folder / "tok512_hf"), "--lags", "1", "2", "3", "4-8"]
+    answer = ask(str(folder / "stories260K.bin"), *options, "--seeds", "2", "--json")
+    assert answer.returncode == 0, answer.stderr
+    before = [row for row in json.loads(answer.stdout)["table"] if row["attends to"] == "lag 2"]
+    assert len(before) >= 10
+    assert max(row["mass"] for row in before) > 0.6
+    assert all(row["mass"] > 10 * row["with random weights"] for row in before)

@@ -26,7 +26,7 @@ from fd_interp.training.series import Inputs, Series, Snapshot
 CHAIN = HighOrderMarkov(d_vocab=5, features="gram_schmidt", ratio=2.0, scale=1.5, context=8)
 PAIRS = HighOrderMarkov(d_vocab=4, features="gram_schmidt", blocks=((1, 2), (4, 3)), scale=1.0, context=7)
 REGRESSION = LagRegression(d_vocab=5, context=6)
-SHARP = 200.0
+SHARP = 1000.0
 """Scores that leave a softmax nothing to hesitate about, even for the last bit."""
 Task = HighOrderMarkov | LagRegression
 

@@ -24,10 +24,11 @@ from fd_interp.report.figures import (
     one_head,
     overview_figure,
     panel_figure,
+    points_figure,
     row_cosine_figure,
     to_html,
 )
-from fd_interp.report.page import Report, Section, report_page
+from fd_interp.report.page import MOST_COLUMNS, Report, Section, report_page
 from fd_interp.report.sections import run_section
 from fd_interp.report.views import attention_of, spread_steps
 from fd_interp.stages import Stage
@@ -129,7 +130,7 @@ def test_a_page_without_attention_has_no_script_for_it() -> None:
     assert bundle_script() not in page
 
 
-def test_a_page_shows_what_it_was_given(page: str, trace: Trace) -> None:
+def test_a_page_shows_what_it_was_given(page: str, series: Series, trace: Trace) -> None:
     outline = Outline(without_libraries(page))
     shown = " ".join(outline.text.split())
     for text in ("A title", "a source", "in short", "small run", "what it is", "torch 1.2.3"):
@@ -137,7 +138,7 @@ def test_a_page_shows_what_it_was_given(page: str, trace: Trace) -> None:
     for stage in focus_dilution.stages(trace):
         assert stage.name in shown
         assert stage.seen in shown
-    titles = [panel.title for panel in focus_dilution.panels([(0, "0")], [])]
+    titles = [panel.title for panel in focus_dilution.panels(series)]
     assert len(titles) > 5
     drawn = without_libraries(page).replace("\\u00f7", "÷").replace("\\u002f", "/")
     assert all(title in drawn for title in titles)
@@ -153,6 +154,38 @@ def test_verdicts_are_counted_and_each_is_measured_beside_its_claim(page: str) -
     for identity in ("small/one", "small/two", "less/one"):
         assert f"measured {identity}" in shown
     assert re.search(r"measured small/one holds .*measured small/two does not hold .*less/one fails, as it must", shown)
+
+
+def at_a_glance(verdicts: list[Verdict]) -> tuple[Outline, str]:
+    """What stands above where each verdict is measured; a claim says the same of every case."""
+    verdicts = [verdict._replace(statement=verdict.id.split("/")[-1]) for verdict in verdicts]
+    page = without_libraries(report_page(Report("t", "s", "", verdicts, [])))
+    outline = Outline(page[page.index("<h3>") : page.index('<p><a href="#measured">')])
+    return outline, " ".join(outline.text.split())
+
+
+@pytest.mark.parametrize(("cases", "listed"), [(MOST_COLUMNS, False), (MOST_COLUMNS + 1, True), (20, True)])
+def test_claims_about_many_cases_list_them_and_about_few_are_a_matrix(cases: int, listed: bool) -> None:
+    verdicts = [a_verdict(f"case-{number}/one", holds=number != 3) for number in range(cases)]
+    verdicts.append(a_verdict("case-0/two"))
+    outline, shown = at_a_glance(verdicts)
+    columns = sum(tag == "th" for tag, _ in outline.tags)
+    assert columns == (2 if listed else 1 + cases)
+    for number in range(cases):
+        assert shown.count(f"case-{number}") >= 1
+        assert (f"case-{number} {'✗' if number == 3 else '✓'}" in shown) == listed
+    assert f"Claims: {cases} of {cases + 1} hold" in shown
+    if listed:
+        one, two = shown.split(" one one ")[1].split(" two two ")
+        assert (one.count("✓"), one.count("✗"), two.split()) == (cases - 1, 1, ["case-0", "✓"])
+    titles = [attrs["title"] for _, attrs in outline.tags if attrs.get("title")]
+    assert titles == [verdict.measured for verdict in sorted(verdicts, key=lambda each: each.id.endswith("two"))]
+
+
+def test_a_matrix_leaves_open_what_was_not_judged() -> None:
+    verdicts = [a_verdict("a/one"), a_verdict("b/one", holds=False), a_verdict("a/two")]
+    _, shown = at_a_glance(verdicts)
+    assert shown.endswith("one one holds does not hold two two holds –")
 
 
 def test_whatever_text_is_given_is_shown_as_text() -> None:
@@ -173,7 +206,9 @@ def test_whatever_text_is_given_is_shown_as_text() -> None:
 
 
 def test_a_panel_draws_a_line_for_each_curve_and_seed_the_first_strongest() -> None:
-    panel = Panel("Title", (Curve("loss", "the loss"), Curve("norm", "of token 2", token=2)), levels=(("level", 1.5),))
+    panel = Panel(
+        "Title", (Curve("loss", "the loss"), Curve("norm", "of token 2", {"token": 2})), levels=(("level", 1.5),)
+    )
     seeds = [a_trace(), a_trace(seed=1), a_trace(seed=2)]
     figure = panel_figure(panel, seeds, predicted=[a_trace((0, 50), seed=3), a_trace((0, 50), seed=4)])
     assert figure.layout.title.text == "Title"
@@ -195,6 +230,25 @@ def test_a_panel_draws_a_line_for_each_curve_and_seed_the_first_strongest() -> N
     assert "level" in [annotation.text for annotation in figure.layout.annotations]
     assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "linear")
     assert panel_figure(Panel("t", (Curve("loss", "l"),), log_y=True), seeds).layout.yaxis.type == "log"
+
+
+def test_a_curve_is_drawn_at_its_place_on_each_axis() -> None:
+    trace = a_trace()
+    panel = Panel(
+        "t", (Curve("focus", "one", {"layer": 1, "head": 0}), Curve("focus", "other", {"head": 1, "layer": 0}))
+    )
+    one, other = lines(panel_figure(panel, [trace]))
+    np.testing.assert_array_equal(one.y, trace.focus.isel(layer=1, head=0))
+    np.testing.assert_array_equal(other.y, trace.focus.isel(layer=0, head=1))
+
+
+def test_a_theory_is_drawn_only_where_it_has_the_curve() -> None:
+    panel = Panel("t", (Curve("loss", "the loss"), Curve("norm", "a norm", {"token": 0})))
+    theory = a_trace(seed=3)[["loss"]]
+    drawn = lines(panel_figure(panel, [a_trace()], predicted=[theory]))
+    assert [line.line.dash for line in drawn] == ["solid", "dash", "solid"]
+    np.testing.assert_array_equal(drawn[1].y, theory.loss)
+    assert len(lines(panel_figure(panel, [a_trace()], predicted=[a_trace()[["focus"]]]))) == 2
 
 
 def test_stages_are_shaded_where_they_were() -> None:
@@ -230,7 +284,7 @@ def test_any_steps_can_be_drawn(steps: tuple[int, ...]) -> None:
 
 def test_only_the_most_frequent_tokens_get_a_line() -> None:
     panel = by_token("t", "norm", [(token, f"token {token}") for token in range(20)], levels=(("one", 1.0),))
-    assert [curve.token for curve in panel.curves] == list(range(8))
+    assert [curve.at for curve in panel.curves] == [{"token": token} for token in range(8)]
     assert (panel.curves[3].label, panel.curves[3].variable, panel.levels) == ("token 3", "norm", (("one", 1.0),))
 
 
@@ -250,11 +304,40 @@ def test_every_head_gets_a_line_of_its_own() -> None:
 
 def test_an_overview_has_a_panel_for_each_group() -> None:
     groups = {f"group {n}": [a_trace(seed=n), a_trace(seed=n + 10)] for n in range(4)}
-    figure = overview_figure("loss", "Overview", groups, level=1.0)
+    figure = overview_figure([Curve("loss", "the loss")], "Overview", groups, levels=[("", 1.0)])
     assert [annotation.text for annotation in figure.layout.annotations] == list(groups)
-    assert len(lines(figure)) == 8
-    assert len(figure.layout.shapes) == 4
-    np.testing.assert_array_equal(lines(figure)[6].y, groups["group 3"][0].loss)
+    drawn = lines(figure)
+    assert len(drawn) == 8
+    assert [shape.y0 for shape in figure.layout.shapes] == [1.0] * 4
+    np.testing.assert_array_equal(drawn[6].y, groups["group 3"][0].loss)
+    assert (figure.layout.title.text, figure.layout.showlegend) == ("Overview", False)
+
+
+def test_an_overview_can_have_several_curves_and_named_levels() -> None:
+    groups = {"one": [a_trace(), a_trace(seed=1)], "other": [a_trace(seed=2)]}
+    curves = [Curve("norm", f"token {token}", {"token": token}) for token in range(2)]
+    figure = overview_figure(curves, "Norms", groups, levels=[("low", 0.5), ("high", 1.0)])
+    drawn = lines(figure)
+    np.testing.assert_array_equal(drawn[2].y, groups["one"][0].norm.sel(token=1))
+    np.testing.assert_array_equal(drawn[3].y, groups["one"][1].norm.sel(token=1))
+    np.testing.assert_array_equal(drawn[5].y, groups["other"][0].norm.sel(token=1))
+    assert [line.name for line in drawn if line.showlegend] == ["token 0", "token 1"]
+    assert figure.layout.showlegend
+    assert drawn[2].line.color == drawn[5].line.color != drawn[0].line.color
+    assert [shape.y0 for shape in figure.layout.shapes] == [0.5, 1.0] * 2
+    assert [annotation.text for annotation in figure.layout.annotations] == ["one", "other", *["low", "high"] * 2]
+
+
+def test_points_are_joined_in_a_line_for_each_seed_and_gaps_stay_gaps() -> None:
+    figure = points_figure(
+        "Halting", "sequences", "rung", [30, 100, 1000], {"seed 0": [1, None, 3], "seed 1": [1, 2, 3]}
+    )
+    first, second = lines(figure)
+    assert (list(first.x), list(first.y), list(second.y)) == ([30, 100, 1000], [1, None, 3], [1, 2, 3])
+    assert (first.name, second.name) == ("seed 0", "seed 1")
+    assert first.line.color != second.line.color
+    assert (figure.layout.xaxis.type, figure.layout.xaxis.title.text) == ("log", "sequences")
+    assert (figure.layout.yaxis.title.text, figure.layout.title.text) == ("rung", "Halting")
 
 
 def test_cosines_are_those_of_the_embeddings_at_each_step(series: Series) -> None:
