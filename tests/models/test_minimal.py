@@ -50,7 +50,7 @@ def minimal(config: Minimal, *, seed: int = 0, dtype: torch.dtype = torch.float3
     return model
 
 
-def close(dtype: torch.dtype) -> dict[str, float]:
+def close(dtype: torch.dtype) -> dict[str, Any]:
     return {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-12, "rtol": 1e-12}
 
 
@@ -223,7 +223,7 @@ def test_to_attend_by_position_is_to_attend_by_both_with_the_other_blocks_at_zer
 
 
 @pytest.mark.parametrize("attends_by", ["position", "token_and_position"])
-def test_scores_are_divided_by_the_root_of_the_input_size_unless_told_otherwise(attends_by: str) -> None:
+def test_scores_are_divided_by_the_root_of_the_input_size_unless_told_otherwise(attends_by: Any) -> None:
     config = Minimal(attends_by=attends_by, std=1.0, stds={})
     model, scaled = minimal(config), minimal(config.model_copy(update={"attn_scale": 1.0}))
     assert (model.cfg.attn_scale, scaled.cfg.attn_scale) == (3.0, 1.0)  # the root of 5 tokens and 4 positions
@@ -302,10 +302,9 @@ def test_looking_at_hooks_changes_nothing(config: Minimal) -> None:
     def look(value: Tensor, hook: Any) -> None:
         looked.append(hook.name)
 
-    for names in ([name] for name in names_of(config)):
-        torch.testing.assert_close(
-            model.run_with_hooks(TOKENS, fwd_hooks=[(name, look) for name in names]), untouched, **close(torch.float64)
-        )
+    for name in names_of(config):
+        seen = model.run_with_hooks(TOKENS, fwd_hooks=[(name, look)])
+        torch.testing.assert_close(seen, untouched, **close(torch.float64))
     assert looked == names_of(config)
     assert torch.equal(model(TOKENS), untouched)
 
@@ -430,7 +429,7 @@ def test_weights_of_positions_get_the_gradients_of_all_sequences_at_their_scores
 @pytest.mark.parametrize("queries", [slice(-1, None), slice(1, 3), slice(2, None), slice(None, None, 2)], ids=str)
 def test_some_queries_give_their_rows_of_the_logits(config: Minimal, heard: bool, queries: slice) -> None:
     model, other = minimal(config, dtype=torch.float64), minimal(config, dtype=torch.float64)
-    hooks = [("hook_embed", lambda value, hook: None)] if heard else []
+    hooks: list[Any] = [("hook_embed", lambda value, hook: None)] if heard else []
     every, some = model(TOKENS), other.run_with_hooks(TOKENS, queries=queries, fwd_hooks=hooks)
     torch.testing.assert_close(some, every[:, queries])
     of_every, of_some = gradients_of_square(model, every[:, queries]), gradients_of_square(other, some)
@@ -493,14 +492,15 @@ def test_an_ensemble_under_vmap_equals_a_loop_over_its_seeds(config: Minimal) ->
             torch.testing.assert_close(found[seed], expected, **close(torch.float64))
 
 
-def small_run(model: Minimal, optimizer: SGD | AdamW, steps: int, **fields: Any) -> Run:
-    sizes = {"d_vocab": 4, "context": 5} | {name: fields.pop(name) for name in fields.keys() & {"d_vocab", "context"}}
+def small_run(
+    model: Minimal, optimizer: SGD | AdamW, steps: int, *, d_vocab: int = 4, context: int = 5, dtype: Any = "float32"
+) -> Run:
     return Run(
-        task=HighOrderMarkov(blocks=((2,), (1,)), **sizes),
+        task=HighOrderMarkov(d_vocab=d_vocab, blocks=((2,), (1,)), context=context),
         model=model,
         training=Training(optimizer=optimizer, steps=steps, batch_size=16, loss_on="full_context"),
         keep=Keep(at=Every(stride=6), hooks=("pattern", "z"), gradients=("pattern",), held_out=8),
-        **fields,
+        dtype=dtype,
     )
 
 
@@ -517,7 +517,7 @@ def after_training(run: Run, initial: lens.Weights) -> MinimalAttention:
 @pytest.mark.parametrize("n_heads", [3, 5])
 @pytest.mark.parametrize("attends_by", ["position", "token_and_position"])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.5, momentum=0.9), AdamW(lr=0.05)], ids=["sgd", "adamw"])
-def test_heads_that_start_alike_stay_alike(attends_by: str, n_heads: int, dtype: str, optimizer: SGD | AdamW) -> None:
+def test_heads_that_start_alike_stay_alike(attends_by: Any, n_heads: int, dtype: str, optimizer: SGD | AdamW) -> None:
     """To the last bit, since what rounding sets apart grows exponentially and ends a plateau.
 
     With sizes that fill the processor's vectors: elsewhere it treats the ends of rows in another way.
@@ -547,7 +547,7 @@ def test_attention_is_not_learned_before_there_are_values(config: Minimal) -> No
 
 
 def drawn(**fields: Any) -> dict[str, Tensor]:
-    """Weights of a model of eight heads before training, by the end of their names."""
+    """Initial weights of a model of two layers, by the end of their names."""
     config = Minimal(n_heads=4, n_layers=2, **fields)
     weights = lens.weights(build(config, 20, 20, torch.float64))
     drawn = initial_weights(config, weights, torch.Generator().manual_seed(0))
@@ -560,7 +560,7 @@ def assert_normal(weight: Tensor, std: float) -> None:
 
 
 @pytest.mark.parametrize("attends_by", ["position", "token_and_position"])
-def test_values_start_at_zero_and_queries_are_normal(attends_by: str) -> None:
+def test_values_start_at_zero_and_queries_are_normal(attends_by: Any) -> None:
     default = drawn(attends_by=attends_by)
     assert default["W_V"].count_nonzero() == 0
     assert_normal(default["W_Q"], 1e-3)
@@ -576,7 +576,8 @@ def test_values_start_at_zero_and_queries_are_normal(attends_by: str) -> None:
 
 @pytest.mark.parametrize("name", ["W_K", "W_O", "W_E", "W_U", "w_v", "b_Q"])
 def test_a_weight_that_the_model_has_not_is_refused(name: str) -> None:
-    for fields in ({"fixed": {name: "init"}}, {"stds": {name: 1.0}}):
+    wrong: list[dict[str, Any]] = [{"fixed": {name: "init"}}, {"stds": {name: 1.0}}]
+    for fields in wrong:
         with pytest.raises(InputError, match=f"minimal has no weight {name}; known: W_Q, W_V"):
             Minimal(**fields)
     model = minimal(BY_POSITION)
@@ -585,8 +586,9 @@ def test_a_weight_that_the_model_has_not_is_refused(name: str) -> None:
 
 
 def test_heads_of_no_other_kind_are_known() -> None:
+    unknown: Any = "token"
     with pytest.raises(InputError, match="attends_by: Input should be 'position' or 'token_and_position', not 'token'"):
-        Minimal(attends_by="token")
+        Minimal(attends_by=unknown)
 
 
 @each_form
@@ -674,6 +676,6 @@ def test_a_trained_series_opens_again(run: Run, tmp_path: Path) -> None:
     cached = lens.run_and_cache(model, tokens, ["pattern", "z"]).activations
     kept = series[-1].activations()
     torch.testing.assert_close({name: kept[name] for name in cached}, cached)
-    assert len(kept) == len(cached) + run.model.n_layers  # gradients at patterns
+    assert len(kept) == len(cached) + model.cfg.n_layers  # gradients at patterns
     losses = [loop.batch_loss(run, snapshot.model(), series.inputs.held_out) for snapshot in (series[0], series[-1])]
     assert losses[1] < losses[0] - 0.05

@@ -16,7 +16,7 @@ from fd_interp.papers.incremental.settings import (
     changed,
 )
 from fd_interp.tasks.high_order import HighOrderMarkov
-from fd_interp.training.run import Run
+from fd_interp.training.run import Every, Run
 
 STDS = (1e-2, 1e-4, 1e-6, 1e-8)
 """Initial scales of W_Q, for the time until heads part."""
@@ -37,14 +37,18 @@ class Control(NamedTuple):
     taken_away: str
 
 
-def _steps(run: Run, steps: int, **model: object) -> Run:
-    """The same run with fewer steps, and other fields of its model."""
-    training = run.training.model_copy(update={"steps": steps})
-    return changed(run, training=training, model=run.model.model_copy(update=model))
+def _steps(run: Run, steps: int, *, every: int = 10, **model: object) -> Run:
+    """The same run with fewer steps and snapshots, and other fields of its model."""
+    return changed(
+        run,
+        training=run.training.model_copy(update={"steps": steps}),
+        keep=run.keep.model_copy(update={"at": Every(stride=every)}),
+        model=run.model.model_copy(update=model),
+    )
 
 
 def _of_importance(*lags: int) -> Run:
-    return changed(_steps(INCREMENTAL, 900), task=HighOrderMarkov(blocks=tuple((lag,) for lag in lags)))
+    return changed(_steps(INCREMENTAL, 900, every=20), task=HighOrderMarkov(blocks=tuple((lag,) for lag in lags)))
 
 
 CASES: dict[str, Run] = {
@@ -52,10 +56,10 @@ CASES: dict[str, Run] = {
     "m-2": DOUBLE,
     "importance-1-2-3": _of_importance(1, 2, 3),
     "importance-2-1-3": _of_importance(2, 1, 3),
-    "heads-1": _steps(INCREMENTAL, 500, n_heads=1),
-    "heads-2": _steps(INCREMENTAL, 500, n_heads=2),
-    "heads-5": _steps(INCREMENTAL, 700, n_heads=5),
-    "alike": _steps(INCREMENTAL, 500, std=0.0),
+    "heads-1": _steps(INCREMENTAL, 500, every=25, n_heads=1),
+    "heads-2": _steps(INCREMENTAL, 500, every=25, n_heads=2),
+    "heads-5": _steps(INCREMENTAL, 700, every=25, n_heads=5),
+    "alike": _steps(INCREMENTAL, 500, every=25, std=0.0),
     "equal": EQUAL,
     "regression": REGRESSION,
     "full": FULL,

@@ -62,7 +62,7 @@ def on_small_chains(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -
         sections.of_case(out, "m-2", traces["m-2"]),
         sections.of_case(out, "regression", traces["regression"], predicted),
         sections.of_orders(traces),
-        sections.of_heads(traces),
+        sections.of_heads(traces, cases["m-1.7"]),
         sections.of_laws(breaking, stopping),
         sections.of_case(out, "full", traces["full"]),
         *(sections.of_case(out, case, seen, more=sections.outcome(seen)) for case, seen in reported_traces.items()),
@@ -104,11 +104,13 @@ def _in_parallel(flow: Callable[..., T], seeds: Sequence[int], **arguments: obje
     return workers(joblib.delayed(flow)(seed=seed, **arguments) for seed in seeds)
 
 
-def _name(axis: str, value: float) -> str:
+def _name(axis: str, value: float | int) -> str:
     return f"{axis}-{value:g}"
 
 
-def _at(traces: Mapping[str, list[Trace]], axis: str, values: Sequence[float], seed: int) -> dict[float, Trace]:
+def _at(
+    traces: Mapping[str, list[Trace]], axis: str, values: Sequence[float] | Sequence[int], seed: int
+) -> dict[float | int, Trace]:
     return {value: traces[_name(axis, value)][seed] for value in values}
 
 

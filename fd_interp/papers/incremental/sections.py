@@ -8,10 +8,10 @@ from fd_interp.papers import incremental as paper
 from fd_interp.papers.incremental import laws
 from fd_interp.papers.incremental.acquisition import flattest_steps, nearest_rung, off_rung
 from fd_interp.papers.incremental.cases import SIZES, STDS
-from fd_interp.papers.incremental.settings import INCREMENTAL
 from fd_interp.report.figures import Curve, overview_figure, points_figure
 from fd_interp.report.page import Section
 from fd_interp.report.sections import run_section
+from fd_interp.training.run import Run
 from fd_interp.training.series import open_series
 
 CHAIN_TEXT = (
@@ -101,10 +101,11 @@ def of_orders(traces: Traces) -> Section:
     return Section("Order of importance", ORDERS_TEXT, wide_figures=[figure])
 
 
-def of_heads(traces: Traces) -> Section:
+def of_heads(traces: Traces, run: Run) -> Section:
+    """The run is that of three heads, whose task has the levels."""
     groups = {f"H = {heads}": traces[f"heads-{heads}"] for heads in (1, 2, 5)}
     groups = {"H = 3": traces["m-1.7"], **groups, "H = 3, alike": traces["alike"]}
-    levels = [(baseline.name.split(":")[0], baseline.loss) for baseline in INCREMENTAL.task.baselines()[2:]]
+    levels = [(baseline.name.split(":")[0], baseline.loss) for baseline in run.task.baselines()[2:]]
     figure = overview_figure(
         [Curve("loss", "held-out loss")], "Held-out loss (nats)", dict(sorted(groups.items())), levels
     )
