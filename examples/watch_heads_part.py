@@ -4,7 +4,7 @@ import torch
 
 from fd_interp import HighOrderMarkov, observe, setting, train
 from fd_interp.measures.lags import attention_by_block
-from fd_interp.measures.specialization import competition_index, cooperation_index
+from fd_interp.measures.specialization import competition_index, cooperation_index, redundancy
 from fd_interp.papers import paper_of
 
 # Sixteen tokens; what comes next depends on the tokens 3, 1 and 2 places before, in this order of importance.
@@ -25,9 +25,11 @@ for step in (0, 100, 200, 400):
 for stage in paper_of(run).stages(trace):
     print(f"{stage.name:15} from {stage.start} to {stage.end}: {stage.seen}")
 
-# The measures take patterns of any model. Here, four heads of which three look at the token before their own.
+# The measures take patterns of any model. Here, four heads: three look at the token before their own, one further back.
+# No block has them all (competition 0), each has an owner (cooperation 1), two heads are spare (redundancy 2/3).
 pattern = torch.zeros(1, 4, 8, 8)
 for head, back in enumerate((1, 1, 1, 3)):
     pattern[0, head, range(back, 8), range(8 - back)] = 1.0
 mass = attention_by_block(pattern, blocks=[(2,), (4,)])
-print("competition", competition_index(mass).item(), "cooperation", cooperation_index(mass).item())
+for index in (competition_index, cooperation_index, redundancy):
+    print(index.__name__, round(index(mass).item(), 2))

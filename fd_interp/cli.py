@@ -128,7 +128,7 @@ def observe(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
         rows,
     )
     if not arguments.json:
-        print(f"{trace.sizes['step']} steps in {file}; variables with layers, heads or tokens are shown as their mean")
+        print(f"{trace.sizes['step']} steps in {file}; those with further axes are shown as their mean")
     return 0
 
 

@@ -2,7 +2,8 @@
 
 arXiv 2602.19143: on a Markov chain of high order all heads first take the most important lag (competition near 1),
 then leave it one by one for the next (cooperation rising to 1). Lag 1 is the query's own token, lag 2 the token
-before it, where a previous-token head looks.
+before it, where a previous-token head looks. Attention is averaged over the queries that see every lag asked about; a
+span counts with all its lags, so compare it with random weights.
 
     python probes/head_specialization.py incremental --seeds 2
     python probes/head_specialization.py runs/incremental/m-1.7 --seeds 5
@@ -34,30 +35,30 @@ FOCUSED = 0.5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which lags."""
-    parser.add_argument(
-        "--lags",
-        nargs="+",
-        type=_block,
-        metavar="LAG",
-        help=f"lags, or spans of them like 4-8 (default: those of the task, or 1 to {MOST_LAGS})",
-    )
-
-
-def _block(text: str) -> tuple[int, ...]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if not found or int(found[2] or found[1]) < int(found[1]):
-        raise argparse.ArgumentTypeError(f"a lag is a number like 3, or a span like 4-8, not {text!r}")
-    return tuple(range(int(found[1]), int(found[2] or found[1]) + 1))
+    meaning = f"lags, or spans of them like 4-8 (default: those of the task, or 1 to {MOST_LAGS})"
+    parser.add_argument("--lags", nargs="+", metavar="LAG", help=meaning)
 
 
 def probes(series: Series, arguments: argparse.Namespace) -> list[Probe]:
     """The one probe of this script."""
     context = series.inputs.held_out.tokens.shape[1]
-    blocks = arguments.lags or _blocks_of(series, context)
-    longest = max(lag for block in blocks for lag in block)
-    if longest > context:
-        raise InputError(f"--lags: lag {longest} reaches beyond the {context} tokens that {series.name} is measured on")
+    blocks = [_block(text) for text in arguments.lags] if arguments.lags else _blocks_of(series, context)
+    lags = [lag for block in blocks for lag in block]
+    if max(lags) > context:
+        raise InputError(
+            f"--lags: lag {max(lags)} reaches beyond the {context} tokens that {series.name} is measured on"
+        )
+    if arguments.lags and len(set(lags)) < len(lags):
+        raise InputError(f"--lags: {' '.join(arguments.lags)} names a lag twice; give each once")
     return [head_specialization(blocks)]
+
+
+def _block(text: str) -> tuple[int, ...]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise InputError(f"--lags: a lag is a number from 1 on, like 3, or a span like 4-8, not {text!r}")
+    return tuple(range(first, last + 1))
 
 
 def _blocks_of(series: Series, context: int) -> tuple[tuple[int, ...], ...]:
@@ -76,7 +77,7 @@ def histories(trace: Trace) -> list[Row]:
     return [
         {
             "head": label,
-            "attends to": _top(head),
+            "most on": _top(head),
             "mass": float(head.block_mass[-1].max()),
             f"at {FOCUSED} since": _since(head),
             "before that": _before(head) or None,
@@ -92,7 +93,7 @@ def levels(trace: Trace, random: Sequence[Trace]) -> list[Row]:
     return [
         {
             "head": label,
-            "attends to": _top(head),
+            "most on": _top(head),
             "mass": float(head.block_mass[-1].max()),
             "with random weights": max(
                 (float(control[label].block_mass[-1, _top_block(head)]) for control in controls), default=None

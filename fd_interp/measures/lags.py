@@ -33,6 +33,8 @@ def attention_by_lag(
         InputError: no lag, a lag below 1, a repeated one, one beyond the context or out of sight of a chosen query;
             no query; a pattern with fewer or more queries than keys.
     """
+    if pattern.ndim != 4:
+        raise InputError(f"the pattern must have the axes batch, head, query, key, and not {pattern.ndim} of them")
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:
         raise InputError(f"the pattern has {n_queries} queries and {n_keys} keys, and must have as many of each")
@@ -73,6 +75,8 @@ def block_mass(
     Raises:
         InputError: a block has a lag that is not among the given ones.
     """
+    if not all(blocks):
+        raise InputError("a block must have at least one lag")
     for absent in (lag for block in blocks for lag in block if lag not in lags):
         raise InputError(f"a block has lag {absent}, which is not among the lags {list(lags)}")
     by_lag = at_least_single(by_lag)

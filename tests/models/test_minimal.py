@@ -523,7 +523,7 @@ def test_heads_that_start_alike_stay_alike(attends_by: Any, n_heads: int, dtype:
     With sizes that fill the processor's vectors: elsewhere it treats the ends of rows in another way.
     """
     config = Minimal(attends_by=attends_by, n_heads=n_heads, std=0.5)
-    run = small_run(config, optimizer, 60, d_vocab=8, context=8, dtype=dtype)
+    run = small_run(config, optimizer, 60, d_vocab=16, context=12, dtype=dtype)
     different = lens.weights(new_model(run))
     alike = {name: weight[:1].expand_as(weight).clone() for name, weight in different.items()}
     model = after_training(run, alike)

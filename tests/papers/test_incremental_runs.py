@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from fd_interp.claims import Claim, Evidence, judge, judge_control
@@ -13,8 +16,18 @@ from fd_interp.models.config import OneLayer, Transformer
 from fd_interp.observation import Trace, observe
 from fd_interp.overrides import override
 from fd_interp.papers import focus_dilution, incremental, paper_of, probes_of, setting
-from fd_interp.papers.incremental import claims
-from fd_interp.papers.incremental.cases import AT_PAPER_SIZE, CASES, CLAIMS, CONTROLS, OF_SIZE, OF_STD, REPORTED
+from fd_interp.papers.incremental import claims, laws, sections
+from fd_interp.papers.incremental.cases import (
+    AT_PAPER_SIZE,
+    CASES,
+    CLAIMS,
+    CONTROLS,
+    OF_SIZE,
+    OF_STD,
+    REPORTED,
+    SIZES,
+    STDS,
+)
 from fd_interp.papers.incremental.settings import FULL, INCREMENTAL, SETTINGS, changed
 from fd_interp.report.page import Report, report_page
 from fd_interp.report.sections import run_section
@@ -184,6 +197,57 @@ def test_a_changed_run_is_checked_anew() -> None:
     assert changed(INCREMENTAL, seed=3) == INCREMENTAL.model_copy(update={"seed": 3})
     with pytest.raises(ValueError, match="seed"):
         changed(INCREMENTAL, seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "titles"),
+    [
+        (1, ["Attention of head 1"]),
+        (2, ["Attention of head 1", "Attention of head 2"]),
+        (3, [f"Attention of head {n}, which ends on block {n}" for n in (1, 2, 3)]),
+        (4, [*(f"Attention of head {n}, which ends on block {n}" for n in (1, 2, 3)), "Attention of head 4"]),
+    ],
+)
+def test_a_panel_names_the_block_of_a_head_where_each_block_has_one(heads: int, titles: list[str]) -> None:
+    run = override(INCREMENTAL, ["--model.n_heads", str(heads)])
+    run = run.model_copy(update={"task": INCREMENTAL.task})
+    series = Series("no snapshot yet", (), MagicMock(), MagicMock(), run)
+    assert [panel.title for panel in incremental.panels(series) if panel.title.startswith("Attention")] == titles
+
+
+def test_sections_across_cases_draw_each_of_them() -> None:
+    traces = {case: [staged()] for case in CASES}
+    orders = sections.of_orders(traces)
+    assert len(lines(orders.wide_figures[0])) == 4 * 3
+    run = override(INCREMENTAL, ["--task.d_vocab", "4"])
+    (figure,) = sections.of_heads(traces, run).wide_figures
+    assert len(lines(figure)) == 5
+    layout: Any = figure.layout
+    assert {shape.y0 for shape in layout.shapes} == {rung.loss for rung in run.task.baselines()[2:]}
+
+
+def test_sections_of_laws_show_when_heads_part_and_where_training_halts() -> None:
+    parting = {std: staged((100, step, None)) for std, step in zip(STDS, (200, 300, 400, None), strict=True)}
+    halting = {
+        size: staged((100, 300, 600)[:rung] + (None,) * (3 - rung))
+        for size, rung in zip(SIZES, (1, 2, 3, 3), strict=True)
+    }
+    section = sections.of_laws([laws.side_by_side(parting, "std")], [laws.side_by_side(halting, "sequences")])
+    parted, halted = (list(lines(figure)[0].y) for figure in section.figures)
+    assert parted == [200, 300, 400, None]
+    assert halted == [1, 2, 3, 3]
+    assert len(lines(section.wide_figures[0])) == len(SIZES) * 3
+
+
+def test_what_is_only_reported_is_told_in_a_sentence() -> None:
+    told = sections.outcome([staged(), staged((100, 300, None))])
+    assert "Nearest rung at the end: [3, 2]" in told
+    assert "+0.0%, +25.0%" in told
+    assert sections.plateaus([staged()]) == "Loss on the plateaus and at the end: 1.50, 1.00, 0.80."
+
+
+def lines(figure: Any) -> list[Any]:
+    return [trace for trace in figure.data if isinstance(trace, go.Scatter)]
 
 
 def test_heads_are_shown_in_the_order_of_the_blocks_that_they_end_on() -> None:

@@ -36,7 +36,7 @@ def panels(series: Series) -> list[Panel]:
     if run.task.kind == "high_order":
         panels.append(Panel("KL to truncated teachers (nats)", _by_rung("teacher_kl", len(names))))
     panels += [
-        Panel(f"Attention of head {_ordinal(head, len(names))}", _by_block("block_mass", names, head=head))
+        Panel(f"Attention of head {_ordinal(head, len(heads), len(names))}", _by_block("block_mass", names, head=head))
         for head in heads
     ]
     if getattr(run.model, "n_layers", 1) == 1:
@@ -75,5 +75,6 @@ def _by_head(variable: str, heads: range, block: int) -> tuple[Curve, ...]:
     return tuple(Curve(variable, f"head {head + 1}", {"head": head, "block": block}) for head in heads)
 
 
-def _ordinal(head: int, blocks: int) -> str:
-    return f"{head + 1}, which ends on block {head + 1}" if head < blocks else f"{head + 1}"
+def _ordinal(head: int, heads: int, blocks: int) -> str:
+    """Where there are as many heads as blocks, each block has a head; else nobody knows beforehand which have."""
+    return f"{head + 1}, the one of block {head + 1} in the end" if head < blocks <= heads else f"{head + 1}"

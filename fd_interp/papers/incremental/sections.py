@@ -16,10 +16,10 @@ from fd_interp.training.series import open_series
 
 CHAIN_TEXT = (
     "Three heads, sixteen tokens, lags 3, 1, 2 in the order of importance (m = 1.7). Solid: seeds, the first one "
-    "strongly; heads are in the order of the block they end on. Shaded: the rungs on which the first seed stands. "
+    "strongly; heads are renumbered by the block that they end on. Shaded: the rungs on which the first seed stands. "
     "Dotted: the exact ladder, the best that can be predicted from no lag, the first, the first two, and all. All "
-    "heads take lag 3, then one leaves for lag 1, then one for lag 2: the last head stays divided, as in the paper's "
-    "own Fig. 10."
+    "heads take lag 3, with a little of lag 1 mixed in, which puts the plateau slightly below its rung; then one "
+    "leaves for lag 1, then one for lag 2: the last head stays divided, as in the paper's own Fig. 10."
 )
 DOUBLE_TEXT = (
     "The same with m = 2, where plateaus are longest. Here the last head still divides its attention evenly between "
