@@ -37,9 +37,16 @@ def staged(learned: Sequence[int | None] = LEARNED) -> Trace:
             "competition": (("step", "layer"), mass.min(2).max(-1)),
             "value_coefficient": (per_head, values),
             "cooperative_offset": (("step", "block"), -2.0 * is_known),
-            "skip_cosine": (("step", "block"), np.tile([0.1, -0.9, 0.05], (len(STEPS), 1))),
+            "skip_cosine": (("step", "block"), np.tile([0.1, 0.9, 0.05], (len(STEPS), 1))),
         },
-        coords={"step": STEPS, "layer": [0], "head": range(3), "block": range(3), "rung": range(4)},
+        coords={
+            "step": STEPS,
+            "layer": [0],
+            "head": range(3),
+            "block": range(3),
+            "rung": range(4),
+            "block_name": ("block", ["lag 3", "lag 1", "lag 2"]),
+        },
     )
 
 

@@ -28,10 +28,10 @@ MASS = 0.1
 
 
 def side_by_side(traces: Mapping[Any, Trace], axis: str) -> Trace:
-    """Traces of the same steps along a new axis; what only some of them have is left out."""
+    """Traces along a new axis, NaN where one has ended; variables that only some of them have are left out."""
     common = set.intersection(*(set(trace.data_vars) for trace in traces.values()))
     parts = [trace[sorted(map(str, common))].drop_vars("block_name", errors="ignore") for trace in traces.values()]
-    return xr.concat(parts, dim=pd.Index(list(traces), name=axis), combine_attrs="drop_conflicts")
+    return xr.concat(parts, dim=pd.Index(list(traces), name=axis), join="outer", combine_attrs="drop_conflicts")
 
 
 def parting_step(trace: Trace) -> int | None:
