@@ -45,6 +45,7 @@ def traces_of(
 
     A run that `out` already holds is not trained again; one that was interrupted goes on.
     """
+    out = out.resolve()  # a worker that is used again may have another working directory
     jobs = [Job(case, _seeded(run, seed), out / case / f"seed-{seed}") for case, run in cases.items() for seed in seeds]
     workers = joblib.Parallel(n_jobs=min(os.cpu_count() or 1, len(jobs)), return_as="generator")
     done: Any = workers(joblib.delayed(_trace_of)(job, probes_of) for job in jobs)
