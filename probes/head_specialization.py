@@ -121,9 +121,13 @@ def _top(head: Trace) -> str:
 
 
 def _current(head: Trace) -> Dwell | None:
-    """The stay that lasts until the end, if there is one."""
-    lasting = [dwell for dwell in dwells(head.block_mass, FOCUSED) if dwell.end == int(head.step[-1])]
-    return lasting[-1] if lasting else None
+    """The stay on its block that lasts until the end, if there is one."""
+    stays = [dwell for dwell in dwells(head.block_mass, FOCUSED) if dwell.block == _top_block(head)]
+    return stays[-1] if stays and _lasts(stays[-1], head) else None
+
+
+def _lasts(dwell: Dwell, head: Trace) -> bool:
+    return dwell.end == int(head.step[-1])
 
 
 def _since(head: Trace) -> int | None:
@@ -132,7 +136,7 @@ def _since(head: Trace) -> int | None:
 
 
 def _before(head: Trace) -> str:
-    past = [dwell for dwell in dwells(head.block_mass, FOCUSED) if dwell != _current(head)]
+    past = [dwell for dwell in dwells(head.block_mass, FOCUSED) if not _lasts(dwell, head)]
     return ", ".join(f"{head.block_name.values[dwell.block]} from {dwell.start} to {dwell.end}" for dwell in past)
 
 

@@ -136,7 +136,7 @@ def test_a_head_may_come_back_and_stays_are_in_the_order_of_their_start():
 
 
 def test_blocks_that_overlap_can_both_be_dwelt_on():
-    assert dwells(mass([0.9, 0.9], [0.2, 0.9])) == [(0, 0, 10), (1, 10, 10)]
+    assert dwells(mass([0.1, 0.9, 0.1], [0.9, 0.9, 0.9])) == [(1, 0, 20), (0, 10, 10)]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -53,6 +53,15 @@ def test_traces_lie_side_by_side_with_what_all_of_them_have() -> None:
     assert acquisitions(both.sel(origin="flow")) == acquisitions(flow)
 
 
+def test_a_trace_that_ends_sooner_than_those_beside_it_stays_what_it_is() -> None:
+    short = halting(2, 400).sel(step=slice(0, 600))
+    both = laws.side_by_side({100: short, 1000: halting(3, 700)}, "sequences")
+    assert both.sizes["step"] == 101
+    assert laws.stopped_at(both.sel(sequences=100)) == (400, 2)
+    assert laws.stopped_at(both.sel(sequences=1000)) == (700, 3)
+    assert laws.parting_step(both.sel(sequences=100)) == 200
+
+
 def test_a_line_has_its_slope_and_what_it_explains() -> None:
     x = np.arange(4.0)
     assert laws.line_through(x, 3 - 2 * x) == pytest.approx((-2, 1))
@@ -86,6 +95,12 @@ LAWLESS: dict[str, Callable[[float], float | None]] = {
 @pytest.mark.parametrize("lawless", LAWLESS)
 def test_other_ways_to_part_do_not_follow_it(lawless: str) -> None:
     assert not judged(laws.BREAKING, parting(LAWLESS[lawless]), "std").holds
+
+
+def test_the_square_is_not_taken_for_a_line_where_they_are_hard_to_tell_apart() -> None:
+    near = (1e-6, 1e-7, 1e-8)
+    assert not judged(laws.BREAKING, parting(lambda decades: 10 * decades**2, near), "std").holds
+    assert judged(laws.BREAKING, parting(lambda decades: 50 * decades, near), "std").holds
 
 
 def test_heads_of_trained_models_part_later_by_as_many_steps_each_decade(tmp_path: Path) -> None:
@@ -129,13 +144,14 @@ def test_early_stopping_halts_on_a_higher_rung_with_more_sequences(rungs: dict[i
 
 
 def test_models_of_few_sequences_halt_on_a_lower_rung(tmp_path: Path) -> None:
-    traces = {size: observed(shortened(OF_SIZE[size], 700), tmp_path / f"{size}") for size in laws.RUNG_OF_SIZE}
+    steps = {100: 400, 1000: 700}
+    traces = {size: observed(shortened(OF_SIZE[size], steps[size]), tmp_path / f"{size}") for size in steps}
     finding = judged(laws.EARLY_STOPPING, traces, "sequences")
     assert finding.holds, finding.numbers
     swapped = dict(zip(traces, reversed(traces.values()), strict=True))
     assert not judged(laws.EARLY_STOPPING, swapped, "sequences").holds
     few = traces[100]
-    assert float(few.loss[-1]) > float(few.loss.min()) + 0.3  # it did halt, and did not just not get further
+    assert float(few.loss[-1]) > float(few.loss.min()) + 0.1  # it did halt, and did not just not get further
 
 
 def beside(model: Trace, flow: Trace) -> Finding:
@@ -148,13 +164,24 @@ def beside(model: Trace, flow: Trace) -> Finding:
         (staged(), True),
         (staged((110, 340, 500)), True),
         (staged((100, 370, 600)), False),
+        (staged((100, 230, 600)), False),
         (staged((130, 300, 600)), False),
         (staged((100, 300, None)), False),
         (staged().isel(head=[1, 0, 2]), False),
         (at(staged(), "block_mass", 0.6, step=-1, head=2, block=2), False),
         (at(staged(), "block_mass", 0.8, step=-1, head=2, block=2), True),
     ],
-    ids=["equal", "near", "late", "late first", "never", "other heads", "another mixture", "nearly the same mixture"],
+    ids=[
+        "equal",
+        "near",
+        "late",
+        "early",
+        "late first",
+        "never",
+        "other heads",
+        "another mixture",
+        "nearly the same mixture",
+    ],
 )
 def test_a_flow_predicts_when_each_block_is_learned_and_by_which_head(model: Trace, holds: bool) -> None:
     assert beside(model.assign_coords(head=range(3)), staged()).holds == holds
@@ -230,7 +257,7 @@ def test_a_start_is_what_the_run_begins_with(regression: Trace) -> None:
 
 
 NOT_PLAIN: dict[str, Run] = {
-    "a chain": INCREMENTAL,
+    "a chain": changed(SHORT, task=INCREMENTAL.task),
     "Adam": _with(AdamW()),
     "momentum": _with(SGD(momentum=0.9)),
     "rates that differ": _with(SGD(lrs={"W_Q": 1.0})),
@@ -282,6 +309,8 @@ def test_heads_that_cancel_nothing_are_noticed(flow: Trace) -> None:
     values = flow.value_coefficient
     assert not judged(laws.OFFSET_IDENTITY, flow.assign(value_coefficient=values.clip(min=0))).holds
     assert not judged(laws.OFFSET_IDENTITY, flow.assign(value_coefficient=abs(values))).holds
+    larger = values.where(values < 0, 1.1 * values)
+    assert not judged(laws.OFFSET_IDENTITY, flow.assign(value_coefficient=larger)).holds
 
 
 def test_the_half_time_is_interpolated() -> None:
@@ -291,11 +320,11 @@ def test_the_half_time_is_interpolated() -> None:
 
 
 def escaping(tau: Callable[[float], float], s_2: float = 0.02) -> Trace:
-    """Flows that learn block 1 at time 5 and block 2 a while later, with a known attention to its lag meanwhile."""
+    """Flows that learn block 1 at time 100 and block 2 a while later, with a known attention to its lag meanwhile."""
     step = np.arange(0, 400, 0.5)
 
     def one(delta: float) -> Trace:
-        share = np.stack([step / 10, np.clip(step - 5 - tau(delta) + 0.5, 0, 1)], axis=1)
+        share = np.stack([step / 200, np.clip(step - 100 - tau(delta) + 0.5, 0, 1)], axis=1)
         mass = np.full((len(step), 1, 3, 3), s_2)
         variables = {
             "effective_coefficient": (("step", "block"), share),

@@ -240,6 +240,14 @@ def test_half_a_feature_is_half_learned_and_what_cancels_is_an_offset() -> None:
     assert trace.value_coefficient.dims == ("head", "block")
 
 
+def test_what_the_owner_of_a_block_holds_is_no_offset() -> None:
+    """The first head looks at the second block, with the wrong sign; the others hold a little of its feature."""
+    W_V = torch.stack([-CHAIN.matrices[1], 0.5 * CHAIN.feature_matrices[1], 0.25 * CHAIN.feature_matrices[1]])
+    trace = measured(minimal(CHAIN, (looking_at(8, [1], [3], [2]), W_V)), value_alignment(CHAIN))
+    np.testing.assert_allclose(trace.cooperative_offset, [0, 0.25, 0], atol=1e-9)
+    np.testing.assert_allclose(trace.effective_coefficient, [0, -1, 0], atol=1e-9)
+
+
 def test_what_is_learned_counts_where_it_is_written() -> None:
     """The right values behind a pattern that looks elsewhere have learned nothing."""
     blind = minimal(CHAIN, (looking_at(8, [1], [2], [3]), CHAIN.matrices))

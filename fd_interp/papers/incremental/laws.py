@@ -36,7 +36,12 @@ def side_by_side(traces: Mapping[Any, Trace], axis: str) -> Trace:
 
 def parting_step(trace: Trace) -> int | None:
     """The step at which the second block is learned, by loss: heads have parted."""
-    return acquisitions(trace)[1].by_loss
+    return acquisitions(_to_its_end(trace))[1].by_loss
+
+
+def _to_its_end(trace: Trace) -> Trace:
+    """Without the steps of runs beside it that lasted longer."""
+    return trace.dropna("step", subset=["loss"])
 
 
 class Line(NamedTuple):
@@ -74,7 +79,7 @@ BREAKING = Claim(
 
 def stopped_at(trace: Trace) -> tuple[int, int]:
     """The step of the best held-out loss, where early stopping halts, and the nearest rung there."""
-    trace = trace.dropna("step", subset=["loss"])  # beside runs that lasted longer
+    trace = _to_its_end(trace)
     best = int(trace.loss.values.argmin())
     return int(trace.step[best]), int(nearest_rung(trace)[best])
 
