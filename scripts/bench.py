@@ -250,7 +250,8 @@ def observing(model: str, series: Series, rounds: int) -> Row:
 def snapshots(run: Run, series: Series, directory: Path, rounds: int) -> list[Row]:
     """Keeping a snapshot and loading one, beside a training step."""
     model = new_model(run)
-    keep = snapshot_keeper(run, directory, model)
+    parameters = trained(run.model, model)
+    keep = snapshot_keeper(run, directory, model, make_optimizer(run, parameters), parameters)
     contestants: Contestants = {
         "keep a snapshot": lambda: keep(0),
         "load a snapshot": lambda: lens.load_weights(model, series[-1].weights()),

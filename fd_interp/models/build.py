@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from fd_interp.config import InputError
 from fd_interp.models import lens
-from fd_interp.models.config import Minimal, ModelConfig, OneLayer
+from fd_interp.models.config import LearnedQuery, Minimal, ModelConfig, Normal, OneLayer, Uniform
+from fd_interp.models.learned_query import LearnedQueryAttention
 from fd_interp.models.minimal import MinimalAttention
 from fd_interp.models.one_layer import OneLayerAttention
 
@@ -16,11 +17,13 @@ def build(config: ModelConfig, d_vocab: int, n_ctx: int, dtype: torch.dtype = to
         return OneLayerAttention(config, d_vocab, n_ctx, dtype)
     if isinstance(config, Minimal):
         return MinimalAttention(config, d_vocab, n_ctx, dtype)
+    if isinstance(config, LearnedQuery):
+        return LearnedQueryAttention(config, d_vocab, n_ctx, dtype)
     return lens.build_transformer(config, d_vocab, n_ctx, dtype)
 
 
 def initial_weights(config: ModelConfig, like: lens.Weights, generator: torch.Generator) -> lens.Weights:
-    """Draws each weight of `like` from N(0, std^2); biases start at zero, normalisation at one.
+    """Draws each weight of `like` from the law that the configuration has for it; normalisation starts at one.
 
     Weights are drawn in the order of their names and in double precision, so that a seed gives the same model whatever
     the version of TransformerLens, the dtype, or the weights that are held fixed.
@@ -35,9 +38,10 @@ def _initial(config: ModelConfig, name: str, like: Tensor, generator: torch.Gene
     short = name.rsplit(".", 1)[-1]
     if short == "w":
         return torch.ones_like(like)
-    if short.startswith("b"):
+    law = None if short == "b" else config.law(short)
+    if law is None:
         return torch.zeros_like(like)
-    normal = torch.randn(like.shape, generator=generator, dtype=torch.float64) * config.stds.get(short, config.std)
+    drawn = _drawn(law, like.shape, generator)
     match config.fixed.get(short):
         case "identity":
             if like.shape[-1] != like.shape[-2]:
@@ -45,7 +49,13 @@ def _initial(config: ModelConfig, name: str, like: Tensor, generator: torch.Gene
             return torch.eye(like.shape[-1]).to(like).expand_as(like).clone()
         case "zero":
             return torch.zeros_like(like)
-    return normal.to(like)
+    return drawn.to(like)
+
+
+def _drawn(law: Normal | Uniform, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    if isinstance(law, Normal):
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * law.std
+    return (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1) * law.bound
 
 
 def trained(config: ModelConfig, model: lens.Model) -> dict[str, nn.Parameter]:

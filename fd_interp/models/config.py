@@ -1,6 +1,6 @@
 """What a model is made of, as values. Vocabulary and context come from the task, so they are not repeated here."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -10,7 +10,34 @@ Hold = Literal["identity", "zero", "init"]
 """How a weight is held fixed: at the identity, at zero, or at its random initial value."""
 
 
-class OneLayer(Frozen):
+class Normal(NamedTuple):
+    """Initial values are drawn from `N(0, std^2)`."""
+
+    std: float
+
+
+class Uniform(NamedTuple):
+    """Initial values are drawn from `U(-bound, bound)`."""
+
+    bound: float
+
+
+class Initialised(Frozen):
+    """What all models have in common: which weights are held fixed, and how each is drawn."""
+
+    fixed: dict[str, Hold] = {}
+    """Weights that are not trained, and at what they are held."""
+    std: float = Field(default=2e-2, ge=0)
+    """Standard deviation of the normal initialisation of every weight matrix."""
+    stds: dict[str, NonNegativeFloat] = {}
+    """Exceptions to `std`, by weight name."""
+
+    def law(self, name: str) -> Normal | Uniform | None:
+        """What the initial values of a weight are drawn from; None for biases, which start at zero."""
+        return None if name.startswith("b_") else Normal(self.stds.get(name, self.std))
+
+
+class OneLayer(Initialised):
     """The one-layer model of arXiv 2605.01199: `softmax(X W_E W_Q W_K^T W_E^T X^T / attn_scale) X W_E W_V W_O W_U`.
 
     No residual stream round the attention, no positions, no biases, no MLP and no normalisation. With `W_V` and `W_O`
@@ -43,7 +70,7 @@ class OneLayer(Frozen):
         return self
 
 
-class Minimal(Frozen):
+class Minimal(Initialised):
     """The minimal model of arXiv 2602.19143: attention alone, on tokens and positions that are one-hot.
 
     Scores are `x_q W_Q x_k^T / attn_scale` and each head writes `sum_k pattern x_k W_V`: keys are the identity, heads
@@ -61,8 +88,6 @@ class Minimal(Frozen):
     attends_by: Literal["position", "token_and_position"] = "position"
     attn_scale: PositiveFloat | None = None
     """Scores are divided by it; None is `sqrt(d_vocab + n_ctx)`, as in the paper."""
-    fixed: dict[str, Hold] = {}
-    """Weights that are not trained, and at what they are held."""
     std: float = Field(default=1e-3, ge=0)
     """Standard deviation of the normal initialisation of W_Q (q in the paper)."""
     stds: dict[str, NonNegativeFloat] = {"W_V": 0.0}
@@ -74,7 +99,7 @@ class Minimal(Frozen):
         return self
 
 
-class Transformer(Frozen):
+class Transformer(Initialised):
     """A plain decoder-only HookedTransformer: residual stream, learned positions, W_V and W_O, optional LN and MLP.
 
     Built as `HookedTransformer` on TransformerLens 3.x and as the native bridge on 4.x, with the same weights and hook
@@ -94,10 +119,6 @@ class Transformer(Frozen):
     """Scores are divided by it; None is `sqrt(d_head)`."""
     fixed: dict[str, Hold] = {}
     """Weights that are not trained, and at what they are held: `{"W_pos": "zero"}` removes positions."""
-    std: float = Field(default=2e-2, ge=0)
-    """Standard deviation of the normal initialisation of every weight matrix."""
-    stds: dict[str, NonNegativeFloat] = {}
-    """Exceptions to `std`, by weight name."""
 
     @model_validator(mode="after")
     def _weights_exist(self) -> "Transformer":
@@ -106,13 +127,48 @@ class Transformer(Frozen):
         return self
 
 
-ModelConfig = Annotated[OneLayer | Minimal | Transformer, Field(discriminator="kind")]
+class LearnedQuery(Initialised):
+    """The model of arXiv 2410.24050: one learned query attends over all positions, and an MLP reads what it gathers.
+
+    With `N(u) = u / (rms(u) + eps)`, which has no gain: `z_t = N(W_E[x_t] + W_pos[t])`, scores `b_Q . z_t / sqrt(d)`,
+    `xi = sum_t pattern_t z_t W_V`, logits `(xi + MLP(N(xi))) W_E^T` with an exact GELU. There is no mask, no residual
+    stream round the attention, no W_K and no W_O, and the unembedding is the embedding. The sizes and the
+    initialisation are those of the paper's code; it cuts the MLP's weights from one table, so that a seed has like
+    neurons at every width, and ours does not.
+    """
+
+    kind: Literal["learned_query"] = "learned_query"
+    d_model: int = Field(default=2, ge=2)
+    """Coordinates; at least two, since a normalised vector of one is a sign."""
+    d_mlp: PositiveInt = 32
+    eps: NonNegativeFloat = 1e-5
+    """Added to the root mean square in the normalisation."""
+    normalized: tuple[Literal["ln1", "ln2"], ...] = ("ln1", "ln2")
+    """Which normalisations there are: before the attention, and before the MLP."""
+    stds: dict[str, NonNegativeFloat] = {"W_E": 1.0, "W_pos": 1.0}
+    """Standard deviation of weights that are drawn from a normal law, by name; all others are uniform, up to one over
+    the root of what they read from (torch's default)."""
+
+    @model_validator(mode="after")
+    def _weights_exist(self) -> "LearnedQuery":
+        _check_weight_names(self, {"W_E", "W_pos", "b_Q", "W_V", "W_in", "b_in", "W_out", "b_out"})
+        return self
+
+    def law(self, name: str) -> Normal | Uniform | None:
+        if name in self.stds:
+            return Normal(self.stds[name])
+        read_from = self.d_mlp if name in ("W_out", "b_out") else self.d_model
+        return Uniform(read_from**-0.5)
 
 
-def _check_weight_names(config: OneLayer | Minimal | Transformer, known: set[str]) -> None:
+ModelConfig = Annotated[OneLayer | Minimal | Transformer | LearnedQuery, Field(discriminator="kind")]
+
+
+def _check_weight_names(config: Initialised, known: set[str]) -> None:
     unknown = (config.fixed.keys() | config.stds.keys()) - known
     if unknown:
-        raise InputError(f"{config.kind} has no weight {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+        kind = type(config).model_fields["kind"].default
+        raise InputError(f"{kind} has no weight {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     for name, hold in config.fixed.items():
         if hold == "identity" and name.startswith("b_"):
             raise InputError(f"{name} is a bias, so it can be held at zero, not at the identity")

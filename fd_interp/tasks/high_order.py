@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fd_interp.tasks import ladder
 from fd_interp.tasks.lags import Lags
-from fd_interp.tasks.task import Baseline, Batch
+from fd_interp.tasks.task import Baseline, Batch, generator_for
 
 ESTIMATED_ON = 20_000
 """Windows in each of the two draws that a ladder is estimated from, where all are too many to go through."""
@@ -81,7 +81,7 @@ class HighOrderMarkov(Lags):
     @cached_property
     def _training_set(self) -> Batch:
         assert self.sequences is not None
-        return self._fresh(self.sequences, _generator(self.data_seed, "training set"))
+        return self._fresh(self.sequences, generator_for(self.data_seed, "training set"))
 
     def _fresh(self, n: int, generator: torch.Generator) -> Batch:
         first = torch.randint(self.d_vocab, (self.lookback, n), generator=generator)
@@ -221,7 +221,7 @@ class HighOrderMarkov(Lags):
 
     def _estimation(self) -> torch.Generator:
         """For what is estimated once, and must be the same each time."""
-        return _generator(self.feature_seed, "estimation")
+        return generator_for(self.feature_seed, "estimation")
 
     def rung(self, tokens: Int[Tensor, "batch position"], known: int) -> Float[Tensor, "batch position vocab"]:
         """Log-probabilities under the best additive predictor of `known` blocks, from position `lookback - 1` on.
@@ -247,9 +247,3 @@ class HighOrderMarkov(Lags):
     def _token_frequencies(self) -> Float[Tensor, " vocab"]:
         windows = self.windows() if self.enumerable else self.drawn_windows(ESTIMATED_ON, self._estimation())
         return torch.from_numpy(windows.weights @ windows.next_token)
-
-
-def _generator(seed: int, purpose: str) -> torch.Generator:
-    """One that no caller has by chance, who would then hold out the very sequences that are trained on."""
-    words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(words[0]))

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -58,3 +59,9 @@ class Task(Protocol):
     def token_strings(self) -> list[str]:
         """Each token as a person reads it."""
         ...
+
+
+def generator_for(seed: int, purpose: str) -> torch.Generator:
+    """One that no caller has by chance, who would then hold out the very sequences that are trained on."""
+    words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0]))

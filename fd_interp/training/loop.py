@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
@@ -22,19 +20,24 @@ from fd_interp.tasks.task import Batch
 from fd_interp.tasks.text import TextCorpus
 from fd_interp.training.interrupt import deferred_interrupts
 from fd_interp.training.run import SGD, Run
-from fd_interp.training.series import Series, atomic, claim_directory, is_whole, read_tensors, series_of, write_tensors
+from fd_interp.training.series import Series, atomic, claim_directory, is_whole, series_of
+from fd_interp.training.state import (
+    REMEDY,
+    STATE_FILE,
+    DivergedError,
+    State,
+    kept_moments,
+    moments_of,
+    read_state,
+    snapshot_name,
+    write_snapshot,
+    write_state,
+)
 from fd_interp.training.threads import torch_threads
 
 BATCHES_PER_DRAW = 64
 SECONDS_BETWEEN_STATES = 20.0
-LOSSES_FILE = "losses.parquet"
-STATE_FILE = "state/latest.safetensors"
 TEXT_FILE = "text.sha256"
-REMEDY = "a smaller learning rate or initial std may help"
-
-
-class DivergedError(InputError):
-    """The loss is no longer a number; the snapshots before that are kept."""
 
 
 class Step(NamedTuple):
@@ -51,11 +54,16 @@ def batches(run: Run, start: int = 0) -> Iterator[Batch]:
     """
     size = run.training.batch_size
     for draw in range(start // BATCHES_PER_DRAW, run.training.steps // BATCHES_PER_DRAW + 1):
-        tokens, targets = run.task.sample(size * BATCHES_PER_DRAW, run.generator("train", draw))
+        tokens, targets = drawn(run, draw)
         skipped = max(start - draw * BATCHES_PER_DRAW, 0)
         for index in range(skipped, BATCHES_PER_DRAW):
             rows = slice(index * size, (index + 1) * size)
             yield Batch(tokens[rows].to(run.device), targets[rows].to(run.device))
+
+
+def drawn(run: Run, draw: int) -> Batch:
+    """The `BATCHES_PER_DRAW` batches of a draw, one after another."""
+    return run.task.sample(run.training.batch_size * BATCHES_PER_DRAW, run.generator("train", draw))
 
 
 def batch_loss(run: Run, model: lens.Model, batch: Batch) -> Float[Tensor, ""]:
@@ -124,7 +132,7 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     model = new_model(run)
     parameters = trained(run.model, model)
     optimizer = make_optimizer(run, parameters)
-    keep = snapshot_keeper(run, directory, model)
+    keep = snapshot_keeper(run, directory, model, optimizer, parameters)
     claim_directory(directory, run)
     keep_text(run, directory)
     losses = restore(directory, model, optimizer, parameters)
@@ -132,6 +140,9 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     if not losses:
         with torch_threads(run.threads):
             keep(0)
+
+    def save() -> None:
+        write_state(directory, State(lens.weights(model), moments_of(optimizer, parameters), losses))
 
     kept = set(run.kept_steps())
     saved_at = time.monotonic()
@@ -148,14 +159,14 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
             if step in kept:
                 keep(step)
             if interruption.arrived or time.monotonic() - saved_at > SECONDS_BETWEEN_STATES:
-                save_state(directory, model, optimizer, parameters, losses)
+                save()
                 saved_at = time.monotonic()
             if interruption.arrived:
                 raise KeyboardInterrupt
             if step % 50 == 0:
                 bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update()
-    save_state(directory, model, optimizer, parameters, losses)
+    save()
     return series_of(run, directory)
 
 
@@ -189,13 +200,14 @@ def new_model(run: Run) -> lens.Model:
     return model
 
 
-def snapshot_name(step: int) -> str:
-    """File name of a snapshot; names sort as their steps do."""
-    return f"step_{step:08d}.safetensors"
-
-
-def snapshot_keeper(run: Run, directory: Path, model: lens.Model) -> Callable[[int], None]:
-    """A function that writes the weights, and the activations and gradients that the run keeps, at a step."""
+def snapshot_keeper(
+    run: Run,
+    directory: Path,
+    model: lens.Model,
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+) -> Callable[[int], None]:
+    """A function that writes the weights, and what else the run keeps, at a step."""
     hooks = lens.resolve_hooks(model, list(run.keep.hooks))
     gradients = lens.resolve_hooks(model, list(run.keep.gradients))
     if hooks or gradients:
@@ -203,11 +215,7 @@ def snapshot_keeper(run: Run, directory: Path, model: lens.Model) -> Callable[[i
         held_out = Batch(held_out.tokens.to(run.device), held_out.targets.to(run.device))
 
     def keep(step: int) -> None:
-        weights = lens.weights(model)
-        for name, weight in weights.items():
-            if not weight.isfinite().all():
-                raise DivergedError(f"{name} is no longer finite at step {step}; {REMEDY}")
-        kept = {}
+        kept = kept_moments(moments_of(optimizer, parameters), run.keep.moments)
         if hooks:
             kept |= lens.run_and_cache(model, held_out.tokens, hooks)[1]
         if gradients:
@@ -218,60 +226,19 @@ def snapshot_keeper(run: Run, directory: Path, model: lens.Model) -> Callable[[i
                 lambda logits: loss_of(logits[:, run.queries], held_out.targets[:, run.queries]),
             )
             kept |= {f"grad.{hook}": gradient for hook, gradient in of_hooks.items()}
-        if kept:
-            write_tensors(directory / "activations" / snapshot_name(step), kept)
-        write_tensors(directory / "weights" / snapshot_name(step), weights)
+        write_snapshot(directory, step, lens.weights(model), kept)
 
     return keep
-
-
-def save_state(
-    directory: Path,
-    model: lens.Model,
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, nn.Parameter],
-    losses: list[float],
-) -> None:
-    """Writes what a later `train` needs to go on from here; the losses first, since the state says how many count."""
-    table = pd.DataFrame({"step": range(1, len(losses) + 1), "loss": losses}).astype(
-        {"step": "int64", "loss": "float64"}
-    )
-    with atomic(directory / LOSSES_FILE) as partial:
-        table.to_parquet(partial, index=False)
-    tensors = {f"weights/{name}": tensor for name, tensor in lens.weights(model).items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                tensors[f"optimizer/{name}/{key}"] = value
-    write_tensors(directory / STATE_FILE, tensors, step=str(len(losses)))
 
 
 def restore(
     directory: Path, model: lens.Model, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> list[float]:
     """Puts model and optimizer where an earlier training stopped, and returns the losses until then."""
-    file = directory / STATE_FILE
-    if not file.exists():
+    state = read_state(directory)
+    if state is None:
         return []
-    tensors = read_tensors(file)
-    with safe_open(file, "pt") as opened:
-        step = int(opened.metadata()["step"])
-    losses = _losses_until(step, directory / LOSSES_FILE)
-    lens.load_weights(model, _under("weights/", tensors))
+    lens.load_weights(model, state.weights)
     for name, parameter in parameters.items():
-        optimizer.state[parameter].update(_under(f"optimizer/{name}/", tensors))
-    return losses
-
-
-def _losses_until(step: int, file: Path) -> list[float]:
-    try:
-        losses = pd.read_parquet(file)["loss"].tolist()[:step]
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{file} cannot be read ({str(error).splitlines()[0]})") from None
-    if len(losses) < step:
-        raise InputError(f"{file} ends at step {len(losses)}, before step {step} of {STATE_FILE}")
-    return losses
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        optimizer.state[parameter].update(state.moments.get(name, {}))
+    return state.losses

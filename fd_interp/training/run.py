@@ -15,14 +15,17 @@ from pydantic import (
 )
 
 from fd_interp.config import Frozen, InputError
-from fd_interp.models.config import ModelConfig
+from fd_interp.models.config import LearnedQuery, ModelConfig
 from fd_interp.tasks.high_order import HighOrderMarkov
 from fd_interp.tasks.lag_regression import LagRegression
 from fd_interp.tasks.lags import Lags
 from fd_interp.tasks.markov import MarkovChain
+from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.tasks.text import TextCorpus
 
-TaskConfig = Annotated[MarkovChain | TextCorpus | HighOrderMarkov | LagRegression, Field(discriminator="kind")]
+TaskConfig = Annotated[
+    MarkovChain | TextCorpus | HighOrderMarkov | LagRegression | SparseModularAddition, Field(discriminator="kind")
+]
 
 
 class SGD(Frozen):
@@ -104,6 +107,8 @@ class Keep(Frozen):
     """Activations to cache at these steps, by hook name, on the held-out batch."""
     gradients: tuple[str, ...] = ()
     """Hooks whose loss gradient to cache as well."""
+    moments: tuple[str, ...] = ()
+    """Averages of the optimizer to keep as well, by torch's names: `("exp_avg_sq",)` is Adam's second moment."""
     held_out: PositiveInt = 512
     """Sequences in the held-out batch, which every measurement uses."""
 
@@ -125,6 +130,14 @@ class Run(Frozen):
     def _lags_are_known(self) -> "Run":
         if self.training.loss_on == "full_context" and not isinstance(self.task, Lags):
             raise InputError(f"training.loss_on: full_context needs a task of lags, and {self.task.kind} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _predicts_where_it_can(self) -> "Run":
+        if isinstance(self.model, LearnedQuery) and self.training.loss_on != "last":
+            raise InputError(
+                f"training.loss_on: a learned query predicts once, at the last, not {self.training.loss_on}"
+            )
         return self
 
     @property

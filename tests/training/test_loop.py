@@ -15,7 +15,7 @@ from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.models.config import OneLayer, Transformer
 from fd_interp.tasks.text import TextCorpus
-from fd_interp.training import loop
+from fd_interp.training import loop, state
 from fd_interp.training.loop import BATCHES_PER_DRAW, DivergedError, batches, new_model, train
 from fd_interp.training.run import SGD, AdamW, Given, Keep, Run, Training
 from fd_interp.training.series import open_series
@@ -454,7 +454,7 @@ def test_a_full_disk_leaves_what_was_kept_and_training_goes_on_from_there(
     small_run: Run, small_directory: Path, tmp_path: Path, monkeypatch, folder: str
 ) -> None:
     directory, reference = tmp_path / "run", listing(small_directory)
-    write_tensors, written = loop.write_tensors, []
+    write_tensors, written = state.write_tensors, []
 
     def full(file: Path, *tensors: Any, **metadata: str) -> None:
         written.append(file)
@@ -463,7 +463,7 @@ def test_a_full_disk_leaves_what_was_kept_and_training_goes_on_from_there(
         write_tensors(file, *tensors, **metadata)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "write_tensors", full)
+        patched.setattr(state, "write_tensors", full)
         with pytest.raises(InputError, match="could not be written"):
             train(small_run, directory, show_progress=False)
     left = listing(directory)
