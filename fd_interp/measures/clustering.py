@@ -34,9 +34,9 @@ def between_class_share(
     equal.
 
     Raises:
-        InputError: there are fewer than two classes, or not as many entries as inputs.
+        InputError: there are fewer than two classes.
     """
-    labels, count = _numbered(classes, vectors)
+    labels, count = _numbered(classes)
     centred = _centred(vectors)
     return _share(_between(centred, labels, count), centred)
 
@@ -48,7 +48,7 @@ def permuted_shares(
 
     The mean over all permutations is `(classes - 1) / (inputs - 1)` exactly. Its errors are the same.
     """
-    labels, n_classes = _numbered(classes, vectors)
+    labels, n_classes = _numbered(classes)
     centred = _centred(vectors)
     shares = []
     for _ in range(count):
@@ -78,9 +78,9 @@ def nested_shares(
         classes: the class of each prefix; a prefix need not occur.
 
     Raises:
-        InputError: an input has no prefix, or a prefix no class.
+        InputError: a prefix has no class.
     """
-    _check_prefixes(prefixes, vectors, len(classes))
+    _check_prefixes(prefixes, len(classes))
     centred = _centred(vectors)
     names, labels = classes.unique(return_inverse=True)
     of_prefix = centroids(centred, prefixes, len(classes)).nan_to_num()
@@ -118,11 +118,11 @@ def best_gauge(
         gauges: for each gauge the class of each prefix.
 
     Raises:
-        InputError: there is no gauge, an input has no prefix, or a prefix no class.
+        InputError: there is no gauge, or a prefix has no class.
     """
     if not len(gauges):
         raise InputError("there must be at least one gauge")
-    _check_prefixes(prefixes, vectors, gauges.shape[1])
+    _check_prefixes(prefixes, gauges.shape[1])
     centred = _centred(vectors)
     names, labels = gauges.unique(return_inverse=True)
     member = functional.one_hot(labels, len(names)).to(centred)  # gauge prefix class
@@ -176,9 +176,9 @@ def influence_share(
     share of all positions when it treats all alike. NaN where nothing has influence.
 
     Raises:
-        InputError: no position is informative, or there is not one entry for each position.
+        InputError: no position is informative.
     """
-    _check_informative(informative, influence.shape[-1])
+    _check_informative(informative)
     squares = at_least_single(influence).square()
     spoken = (squares * informative).sum(-1)
     return spoken / (spoken + (squares * ~informative).sum(-1))
@@ -211,11 +211,11 @@ def lattice(
     does not hold, where more than half of the informative ones vanish, for there is no step to measure by.
 
     Raises:
-        InputError: the tokens are not 0 and 1; they do not vary independently in these inputs; no position is
-            informative, or there is not one entry for each.
+        InputError: the tokens are not 0 and 1, or do not vary independently in these inputs; no position is
+            informative.
     """
     centred = _centred(vectors)
-    _check_informative(informative, bits.shape[1])
+    _check_informative(informative)
     coefficients, fitted = _regression(centred, bits)
     along = (coefficients @ torch.linalg.svd(coefficients, full_matrices=False).Vh[..., :1, :].mT)[..., 0]
     step = along[..., informative].abs().quantile(0.5, dim=-1)
@@ -236,8 +236,6 @@ def _regression(
 ) -> tuple[Float[Tensor, "*batch position d"], Float[Tensor, "*batch input d"]]:
     if ((bits != 0) & (bits != 1)).any():
         raise InputError("the tokens must be 0 and 1, for only these lie on a line whatever they mean")
-    if len(bits) != centred.shape[-2]:
-        raise InputError(f"there are tokens of {len(bits)} inputs for {centred.shape[-2]} vectors, one for each")
     bits = bits.to(centred)
     bits = bits - bits.mean(0)
     gram = bits.mT @ bits
@@ -271,8 +269,6 @@ def swap_matrix(
     Raises:
         InputError: a prefix is given twice, or not all that swaps lead to are given.
     """
-    if len(tokens) != means.shape[-2]:
-        raise InputError(f"there are tokens of {len(tokens)} prefixes for {means.shape[-2]} centroids, one for each")
     swapped, moved = _swapped(tokens)
     means = at_least_single(means)
     diameter = _distances(means, means).amax((-2, -1))
@@ -304,11 +300,9 @@ def representation_accuracy(
     inputs, so that classes of few inputs flatter: compare with permuted classes.
 
     Raises:
-        InputError: there are fewer than two classes, or not as many classes and labels as inputs.
+        InputError: there are fewer than two classes.
     """
-    numbers, count = _numbered(classes, vectors)
-    if len(labels) != len(classes):
-        raise InputError(f"there are {len(labels)} labels for {len(classes)} inputs, and must be one for each")
+    numbers, count = _numbered(classes)
     names, label = labels.unique(return_inverse=True)
     of_class = (numbers * len(names) + label).bincount(minlength=count * len(names)).view(count, -1).argmax(-1)
     centred = _centred(vectors)
@@ -324,9 +318,9 @@ def separability(vectors: Float[Tensor, "*batch input d"], classes: Int[Tensor, 
     Infinite, or by rounding huge, when inputs of one class have one vector; NaN where all vectors are equal.
 
     Raises:
-        InputError: there are fewer than two classes, or not as many entries as inputs.
+        InputError: there are fewer than two classes.
     """
-    labels, count = _numbered(classes, vectors)
+    labels, count = _numbered(classes)
     centred = _centred(vectors)
     means = centroids(centred, labels, count)
     itself = torch.eye(count, dtype=torch.bool, device=means.device)
@@ -353,9 +347,9 @@ def informative_attention(
     without saying anything; ask `token_influence`.
 
     Raises:
-        InputError: no position is informative, or there is not one entry for each position.
+        InputError: no position is informative.
     """
-    _check_informative(informative, pattern.shape[-1])
+    _check_informative(informative)
     attended = at_least_single(pattern)[..., informative]
     mass = attended.sum(-1)
     share = attended / mass[..., None]
@@ -413,28 +407,21 @@ def _distances(a: Float[Tensor, "*batch n d"], b: Float[Tensor, "*batch m d"]) -
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")  # exactly 0 where two are equal
 
 
-def _numbered(classes: Int[Tensor, " input"], vectors: Float[Tensor, "*batch input d"]) -> tuple[Tensor, int]:
+def _numbered(classes: Int[Tensor, " input"]) -> tuple[Int[Tensor, " input"], int]:
     """Classes numbered from 0, and how many there are."""
-    if len(classes) != vectors.shape[-2]:
-        raise InputError(f"there are classes of {len(classes)} inputs for {vectors.shape[-2]} vectors, one for each")
     names, labels = classes.unique(return_inverse=True)
     if len(names) < 2:
         raise InputError(f"there must be at least two classes, not {len(names)}")
     return labels, len(names)
 
 
-def _check_prefixes(prefixes: Int[Tensor, " input"], vectors: Float[Tensor, "*batch input d"], count: int) -> None:
-    if len(prefixes) != vectors.shape[-2]:
-        raise InputError(f"there are prefixes of {len(prefixes)} inputs for {vectors.shape[-2]} vectors, one for each")
+def _check_prefixes(prefixes: Int[Tensor, " input"], count: int) -> None:
     least, greatest = (int(bound) for bound in prefixes.aminmax())
     if least < 0 or greatest >= count:
         outside = least if least < 0 else greatest
         raise InputError(f"prefix {outside} has no class: those with one are 0 to {count - 1}")
 
 
-def _check_informative(informative: Bool[Tensor, " position"], positions: int) -> None:
-    if len(informative) != positions or not informative.any():
-        raise InputError(
-            f"informative must say of each of {positions} positions whether it is, and at least of one that it is; "
-            f"it has {len(informative)} entries, {int(informative.sum())} of them true"
-        )
+def _check_informative(informative: Bool[Tensor, " position"]) -> None:
+    if not informative.any():
+        raise InputError(f"at least one of the {len(informative)} positions must be informative")

@@ -27,17 +27,27 @@ class Initialised(Frozen):
 
     fixed: dict[str, Hold] = {}
     """Weights that are not trained, and at what they are held."""
+    stds: dict[str, NonNegativeFloat] = {}
+    """Standard deviation of the normal initialisation of a weight, by name."""
+
+    def law(self, name: str) -> Normal | Uniform | None:
+        """What the initial values of a weight are drawn from; None for those that start at zero."""
+        raise NotImplementedError
+
+
+class NormallyInitialised(Initialised):
+    """Every weight matrix is normal, and biases start at zero."""
+
     std: float = Field(default=2e-2, ge=0)
     """Standard deviation of the normal initialisation of every weight matrix."""
     stds: dict[str, NonNegativeFloat] = {}
     """Exceptions to `std`, by weight name."""
 
-    def law(self, name: str) -> Normal | Uniform | None:
-        """What the initial values of a weight are drawn from; None for biases, which start at zero."""
+    def law(self, name: str) -> Normal | None:
         return None if name.startswith("b_") else Normal(self.stds.get(name, self.std))
 
 
-class OneLayer(Initialised):
+class OneLayer(NormallyInitialised):
     """The one-layer model of arXiv 2605.01199: `softmax(X W_E W_Q W_K^T W_E^T X^T / attn_scale) X W_E W_V W_O W_U`.
 
     No residual stream round the attention, no positions, no biases, no MLP and no normalisation. With `W_V` and `W_O`
@@ -70,7 +80,7 @@ class OneLayer(Initialised):
         return self
 
 
-class Minimal(Initialised):
+class Minimal(NormallyInitialised):
     """The minimal model of arXiv 2602.19143: attention alone, on tokens and positions that are one-hot.
 
     Scores are `x_q W_Q x_k^T / attn_scale` and each head writes `sum_k pattern x_k W_V`: keys are the identity, heads
@@ -99,7 +109,7 @@ class Minimal(Initialised):
         return self
 
 
-class Transformer(Initialised):
+class Transformer(NormallyInitialised):
     """A plain decoder-only HookedTransformer: residual stream, learned positions, W_V and W_O, optional LN and MLP.
 
     Built as `HookedTransformer` on TransformerLens 3.x and as the native bridge on 4.x, with the same weights and hook
@@ -154,7 +164,7 @@ class LearnedQuery(Initialised):
         _check_weight_names(self, {"W_E", "W_pos", "b_Q", "W_V", "W_in", "b_in", "W_out", "b_out"})
         return self
 
-    def law(self, name: str) -> Normal | Uniform | None:
+    def law(self, name: str) -> Normal | Uniform:
         if name in self.stds:
             return Normal(self.stds[name])
         read_from = self.d_mlp if name in ("W_out", "b_out") else self.d_model

@@ -27,17 +27,17 @@ class LearnedQueryWeights(NamedTuple):
     b_out: Float[Tensor, "*seed d_model"]
 
 
-NAMES = LearnedQueryWeights(
-    W_E="embed.W_E",
-    W_pos="pos_embed.W_pos",
-    b_Q="blocks.0.attn.b_Q",
-    W_V="blocks.0.attn.W_V",
-    W_in="blocks.0.mlp.W_in",
-    b_in="blocks.0.mlp.b_in",
-    W_out="blocks.0.mlp.W_out",
-    b_out="blocks.0.mlp.b_out",
-)  # type: ignore
-"""The canonical name of each weight."""
+NAMES = (
+    "embed.W_E",
+    "pos_embed.W_pos",
+    "blocks.0.attn.b_Q",
+    "blocks.0.attn.W_V",
+    "blocks.0.mlp.W_in",
+    "blocks.0.mlp.b_in",
+    "blocks.0.mlp.W_out",
+    "blocks.0.mlp.b_out",
+)
+"""The canonical name of each weight, in the same order."""
 
 
 def rms_scale(x: Float[Tensor, "*place d_model"], eps: float) -> Float[Tensor, "*place 1"]:
@@ -51,8 +51,8 @@ def learned_query_logits(
     """Logits of one model, or of several at once, each on its own batch.
 
     Args:
-        one_hot: `place_of` every token, as ones among zeros: what is at a place of the sequence is the same whatever
-            is beside it, so that attention is the ratio of two sums over a small table.
+        one_hot: `one_hot_places` of the tokens: what is at a place of the sequence is the same whatever is beside it,
+            so that attention is the ratio of two sums over a small table.
     """
     xi = gathered(weights, one_hot, config)
     out = xi + mlp(weights, _normalized(xi, config, "ln2"))
@@ -93,17 +93,12 @@ def _normalized(
     return x / rms_scale(x, config.eps) if where in config.normalized else x
 
 
-def place_of(tokens: Int[Tensor, "batch position"], d_vocab: int) -> Int[Tensor, "batch position"]:
-    """Number of each token at its position, in `[0, n_ctx d_vocab)`."""
-    return tokens + torch.arange(tokens.shape[1], device=tokens.device) * d_vocab
-
-
 def one_hot_places(
     tokens: Int[Tensor, "batch position"], d_vocab: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch place"]:
-    """A one at the place of each token."""
-    places = tokens.new_zeros(len(tokens), tokens.shape[1] * d_vocab, dtype=dtype)
-    return places.scatter_(1, place_of(tokens, d_vocab), 1.0)
+    """Ones among zeros; the place of a token is `position * d_vocab + token`."""
+    places = tokens.new_zeros(*tokens.shape, d_vocab, dtype=dtype)
+    return places.scatter_(2, tokens[..., None], 1.0).flatten(1)
 
 
 class LearnedQueryAttention(PaperModel):
@@ -142,7 +137,7 @@ class LearnedQueryAttention(PaperModel):
         )
         self.blocks = nn.ModuleList([block])
         _add_hooks(block)
-        self._parts = (self.embed, self.pos_embed, block.attn, block.mlp)  # nn.Module looks names up slowly
+        self._parts: Any = (self.embed, self.pos_embed, block.attn, block.mlp)  # nn.Module looks names up slowly
         self.setup()
 
     def forward(
@@ -152,7 +147,8 @@ class LearnedQueryAttention(PaperModel):
         weights, tap = self.matrices(), self.tap
         if tap is silent:
             one_hot = one_hot_places(tokens, self.cfg.d_vocab, weights.W_E.dtype)
-            return learned_query_logits(weights, one_hot, self.config)[:, None]
+            seen = weights._replace(W_pos=weights.W_pos[: tokens.shape[1]])
+            return learned_query_logits(seen, one_hot, self.config)[:, None]
         return self._heard(tokens, weights, tap)
 
     def _heard(

@@ -2,7 +2,7 @@
 
 import math
 from functools import cached_property
-from itertools import combinations_with_replacement, product
+from itertools import product
 from typing import Literal
 
 import torch
@@ -160,8 +160,8 @@ class SparseModularAddition(Frozen):
     def gauges(self) -> Int[Tensor, "gauge prefix"]:
         """In each gauge, the class of each prefix: the multiset of its symbols after a shift of every position.
 
-        Shifts by one and the same amount everywhere, or multiplied by a common unit of `Z_p`, make the same classes, so
-        the first position is not shifted: `p^(k-1)` gauges, of which the first shifts nothing.
+        To shift the symbols of all positions alike, or to multiply all of them by one unit of `Z_p`, makes the same
+        classes, so the first position is not shifted: `p^(k-1)` gauges, of which the first shifts nothing.
 
         Raises:
             InputError: there are more than `MOST_GAUGES`.
@@ -171,10 +171,8 @@ class SparseModularAddition(Frozen):
             raise InputError(f"p = {self.p} and k = {self.k} make {count} gauges, more than {MOST_GAUGES}")
         shifts = torch.tensor([(0, *rest) for rest in product(range(self.p), repeat=self.k - 1)])
         shifted = (self.prefix_tokens + shifts[:, None]) % self.p  # gauge prefix k
-        multisets = (self.k + 1) ** torch.arange(self.p)  # how often each symbol occurs, as digits
-        found = multisets[shifted].sum(-1)
-        known = sorted(sum(multisets[list(m)].tolist()) for m in combinations_with_replacement(range(self.p), self.k))
-        return torch.searchsorted(torch.tensor(known), found)
+        multisets = self.prefixes(shifted.flatten(0, 1).sort(-1).values)
+        return multisets.unique(return_inverse=True)[1].view(count, -1)
 
     def class_frequencies(self) -> Float[Tensor, " class"]:
         """Share of all sequences in each class; for p = 2 `C(k, s) / 2^k`."""

@@ -21,6 +21,7 @@ from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.models.config import LearnedQuery
 from fd_interp.models.learned_query import NAMES, LearnedQueryWeights, learned_query_logits, one_hot_places
+from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.interrupt import deferred_interrupts
 from fd_interp.training.loop import BATCHES_PER_DRAW, check_kept, drawn, make_optimizer, new_model
 from fd_interp.training.run import Run
@@ -32,6 +33,7 @@ from fd_interp.training.state import (
     kept_moments,
     moments_of,
     read_state,
+    state_at,
     write_snapshot,
     write_state,
 )
@@ -58,19 +60,22 @@ class Draw(NamedTuple):
 def train_together(
     runs: Sequence[Run], directories: Sequence[str | Path], *, show_progress: bool = True
 ) -> list[Series]:
-    """Trains runs that differ in their seeds and training sets alone, each into its directory, or goes on with them.
+    """Trains runs that differ in seeds, training sets and starts alone, each into its directory, or goes on with them.
 
     A run that diverges stops where `train` would stop it, and the others go on; its series ends before the last step.
 
     Raises:
         InputError: the runs differ in more than that, are of a model that has no form with a leading axis (all but
-            `LearnedQuery`), or keep activations.
+            `LearnedQuery`) or of another task than `SparseModularAddition`, or keep activations.
     """
+    if len(runs) != len(directories):
+        raise InputError(f"every run needs a directory of its own, and there are {len(runs)} and {len(directories)}")
     _check_alike(runs)
+    runs[0].check_device()
     members = []
     for run, directory in zip(runs, map(Path, directories), strict=True):
         claim_directory(directory, run)
-        state = read_state(directory)
+        state = read_state(directory) or (state_at(run.start) if run.start else None)
         check_kept(run, directory, len(state.losses) if state else 0)
         members.append(Member(run, directory, state))
     with torch_threads(runs[0].threads):
@@ -85,15 +90,20 @@ def _check_alike(runs: Sequence[Run]) -> None:
     first = runs[0]
     if not isinstance(first.model, LearnedQuery):
         raise InputError(f"a model of kind {first.model.kind} cannot be trained in an ensemble; learned_query can")
+    if not isinstance(first.task, SparseModularAddition):
+        raise InputError(f"an ensemble is of runs on modular, not on {first.task.kind}")
     if first.keep.hooks or first.keep.gradients:
         raise InputError("an ensemble keeps no activations; leave keep.hooks and keep.gradients empty")
     for run in runs:
         if _without_seeds(run) != _without_seeds(first):
-            raise InputError("runs of an ensemble may differ in their seed and in task.data_seed, and not in more")
+            raise InputError(
+                "runs of an ensemble may differ in seed, task.data_seed and start.snapshot, and not in more"
+            )
 
 
 def _without_seeds(run: Run) -> Run:
-    return run.model_copy(update={"seed": 0, "task": run.task.model_copy(update={"data_seed": 0})})
+    start = run.start and run.start.model_copy(update={"snapshot": ""})
+    return run.model_copy(update={"seed": 0, "task": run.task.model_copy(update={"data_seed": 0}), "start": start})
 
 
 def _by_step(members: Sequence[Member]) -> list[list[Member]]:

@@ -30,6 +30,7 @@ from fd_interp.training.state import (
     moments_of,
     read_state,
     snapshot_name,
+    state_at,
     write_snapshot,
     write_state,
 )
@@ -135,7 +136,7 @@ def train(run: Run, directory: str | Path, *, show_progress: bool = True) -> Ser
     keep = snapshot_keeper(run, directory, model, optimizer, parameters)
     claim_directory(directory, run)
     keep_text(run, directory)
-    losses = restore(directory, model, optimizer, parameters)
+    losses = restore(run, directory, model, optimizer, parameters)
     check_kept(run, directory, len(losses))
     if not losses:
         with torch_threads(run.threads):
@@ -196,7 +197,11 @@ def keep_text(run: Run, directory: Path) -> None:
 def new_model(run: Run) -> lens.Model:
     """The run's model at step 0."""
     model = lens.to_device(build(run.model, run.task.d_vocab, run.task.n_ctx, run.torch_dtype), run.device)
-    lens.load_weights(model, initial_weights(run.model, lens.weights(model), run.generator("init")))
+    if run.start is None:
+        weights = initial_weights(run.model, lens.weights(model), run.generator("init"))
+    else:
+        weights = state_at(run.start).weights
+    lens.load_weights(model, weights)
     return model
 
 
@@ -232,10 +237,10 @@ def snapshot_keeper(
 
 
 def restore(
-    directory: Path, model: lens.Model, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
+    run: Run, directory: Path, model: lens.Model, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> list[float]:
     """Puts model and optimizer where an earlier training stopped, and returns the losses until then."""
-    state = read_state(directory)
+    state = read_state(directory) or (state_at(run.start) if run.start else None)
     if state is None:
         return []
     lens.load_weights(model, state.weights)

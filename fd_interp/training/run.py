@@ -113,6 +113,16 @@ class Keep(Frozen):
     """Sequences in the held-out batch, which every measurement uses."""
 
 
+class Start(Frozen):
+    """A snapshot that a run begins with, in place of random weights; its shapes must fit."""
+
+    snapshot: str
+    """File of its weights: `RUN/weights/step_00000064.safetensors`."""
+    moments: tuple[str, ...] = ()
+    """Averages of the optimizer to take over as well, which must be kept there (`keep.moments`); else it starts anew,
+    as in the fine-tuning of arXiv 2410.24050."""
+
+
 class Run(Frozen):
     """A task, a model and a schedule; equal runs write equal bytes on the same machine."""
 
@@ -120,6 +130,8 @@ class Run(Frozen):
     model: ModelConfig
     training: Training = Training()
     keep: Keep = Keep()
+    start: Start | None = None
+    """What it begins with; None draws random weights."""
     seed: NonNegativeInt = 0
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fd_interp.config import InputError
 from fd_interp.models import lens
+from fd_interp.training.run import Start
 from fd_interp.training.series import atomic, read_tensors, write_tensors
 
 LOSSES_FILE = "losses.parquet"
@@ -102,6 +103,33 @@ def read_state(directory: Path) -> State | None:
         weight, key = name.rsplit("/", 1)
         moments.setdefault(weight, {})[key] = value
     return State(_under("weights/", tensors), moments, losses_of(directory, step))
+
+
+def state_at(start: Start) -> State:
+    """What a run that begins with a snapshot begins with.
+
+    Raises:
+        InputError: there is no such snapshot, or it keeps no such averages.
+    """
+    file = Path(start.snapshot)
+    if not file.is_file():
+        raise InputError(f"start.snapshot: there is no file {file}; give one like RUN/weights/{snapshot_name(64)}")
+    weights = read_tensors(file)
+    return State(weights, _moments_at(file, start.moments, weights), [])
+
+
+def _moments_at(file: Path, names: tuple[str, ...], weights: lens.Weights) -> Moments:
+    if not names:
+        return {}
+    beside = file.parents[1] / "activations" / file.name
+    stored = read_tensors(beside) if beside.is_file() else {}
+    if absent := [name for name in names if f"{name}.{next(iter(weights))}" not in stored]:
+        raise InputError(f"start.moments: {file} keeps no {', '.join(absent)}; train it with keep.moments")
+    step = torch.tensor(float(file.stem.removeprefix("step_")))  # Adam corrects its averages by it
+    return {
+        weight: {"step": step} | {name: stored[f"{name}.{weight}"] for name in names if f"{name}.{weight}" in stored}
+        for weight in weights
+    }
 
 
 def losses_of(directory: Path, step: int | None = None) -> list[float]:

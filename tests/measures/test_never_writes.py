@@ -4,12 +4,13 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fd_interp import measures
-from fd_interp.measures import focus, lags, prediction
+from fd_interp.measures import clustering, focus, lags, prediction
 
 D_VOCAB, LENGTH = 4, 6
 TOKENS = torch.tensor([[0, 1, 2, 3, 0, 1], [2, 2, 0, 1, 3, 0]])
@@ -18,6 +19,10 @@ WEIGHT = torch.randn(D_VOCAB, 3, generator=torch.Generator().manual_seed(1))
 SCORES = torch.randn(2, 3, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
 CAUSAL = (SCORES + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)).softmax(-1)
 FREQUENCIES = torch.tensor([0.4, 0.3, 0.2, 0.1])
+BITS = torch.arange(2**LENGTH)[:, None] >> torch.arange(LENGTH) & 1
+VECTORS = torch.randn(len(BITS), 3, generator=torch.Generator().manual_seed(3))
+LOSSES = np.array([1.0, 1.0, 9.0, 1.0])
+LOSSES.flags.writeable = False
 EVERYWHERE = torch.ones_like(TOKENS, dtype=torch.bool)
 
 INPUTS: dict[str, Any] = {
@@ -52,6 +57,25 @@ INPUTS: dict[str, Any] = {
     "features": SCORES[1, :2, :D_VOCAB, :D_VOCAB],
     "coefficients": SCORES[0, :, 0, :2],
     "owners": torch.tensor([2, 0]),
+    "vectors": VECTORS,
+    "before": VECTORS + 1,
+    "classes": BITS[:, 0],
+    "labels": BITS[:, 1],
+    "groups": BITS[:, 2],
+    "prefixes": BITS[:, 0] + 2 * BITS[:, 1],
+    "gauges": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]),
+    "generator": torch.Generator().manual_seed(4),
+    "points": 4,
+    "d": 3,
+    "pairs": torch.arange(len(BITS)).view(2, -1, 2),
+    "bits": BITS,
+    "informative": torch.arange(LENGTH) < 2,
+    "influence": SCORES[0, 0].abs(),
+    "means": VECTORS[:4],
+    "losses": LOSSES,
+    "window": 2,
+    "factor": 5.0,
+    "floor": 0.0,
 }
 """One valid input for each parameter name that the measures share."""
 
@@ -59,9 +83,12 @@ OWN_INPUTS: dict[Callable, dict[str, Any]] = {
     focus.focus_ratio: {"queries": FREQUENCIES < 0.35},
     lags.attention_by_lag: {"queries": slice(3, None)},
     lags.attention_by_block: {"queries": slice(3, None)},
+    clustering.nested_shares: {"classes": torch.tensor([0, 1, 1, 2])},
+    clustering.swap_matrix: {"tokens": BITS[:4, :2]},
     prediction.half_squared_distance: {"targets": 2 * LOGITS},
 }
-"""For measures that mean something else by a name: a set of tokens, positions that are the same everywhere, vectors."""
+"""For measures that mean something else by a name: a set of tokens, positions that are the same everywhere, vectors,
+classes of prefixes."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -90,6 +117,7 @@ def test_all_measures_are_here():
     names = {name_of(measure) for measure in public_measures()}
     assert {"condensation.row_cosines", "focus.frequency_slope", "prediction.kl_divergence"} < names
     assert {"redistribution.gamma_perp", "condensation.singular_values", "focus.is_causal"} < names
+    assert {"clustering.between_class_share", "spikes.spikes"} < names
     assert {"lags.attention_by_lag", "lags.block_mass", "specialization.cooperation_index"} < names
 
 
