@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fd_interp.claims import Claim, Evidence, Finding, Verdict, judge, judge_control
     from fd_interp.config import InputError
-    from fd_interp.models.config import Minimal, OneLayer, Transformer
+    from fd_interp.models.config import LearnedQuery, Minimal, OneLayer, Transformer
     from fd_interp.observation import Observation, Probe, Trace, Variable, observe
     from fd_interp.papers import setting, settings
+    from fd_interp.probes.clustering import class_share, clustering_head, token_at_lag
     from fd_interp.probes.condensation import EMBEDDING_CONDENSATION
     from fd_interp.probes.focus import frequency_focus
-    from fd_interp.probes.prediction import excess_loss, held_out_loss
+    from fd_interp.probes.prediction import accuracy, excess_loss, held_out_loss
     from fd_interp.probes.redistribution import REDISTRIBUTION
     from fd_interp.probes.rungs import excess_over_rungs, teacher_kl
     from fd_interp.probes.specialization import head_specialization, skip_alignment, value_alignment
@@ -22,32 +23,37 @@ if TYPE_CHECKING:
     from fd_interp.tasks.high_order import HighOrderMarkov
     from fd_interp.tasks.lag_regression import LagRegression
     from fd_interp.tasks.markov import MarkovChain
+    from fd_interp.tasks.modular import SparseModularAddition
     from fd_interp.tasks.task import Baseline, Batch, Task
     from fd_interp.tasks.text import TextCorpus
+    from fd_interp.training.ensemble import train_together
     from fd_interp.training.loop import train
-    from fd_interp.training.run import SGD, AdamW, Every, Given, Keep, LogSpaced, Run, Training
+    from fd_interp.training.run import SGD, AdamW, Every, Given, Keep, LogSpaced, Run, Start, Training
     from fd_interp.training.series import Series, Snapshot, open_series
 
 _HOME = {
     "claims": ["Claim", "Evidence", "Finding", "Verdict", "judge", "judge_control"],
     "config": ["InputError"],
-    "models.config": ["Minimal", "OneLayer", "Transformer"],
+    "models.config": ["LearnedQuery", "Minimal", "OneLayer", "Transformer"],
     "observation": ["Observation", "Probe", "Trace", "Variable", "observe"],
     "papers": ["setting", "settings"],
+    "probes.clustering": ["class_share", "clustering_head", "token_at_lag"],
     "probes.condensation": ["EMBEDDING_CONDENSATION"],
     "probes.focus": ["frequency_focus"],
-    "probes.prediction": ["excess_loss", "held_out_loss"],
+    "probes.prediction": ["accuracy", "excess_loss", "held_out_loss"],
     "probes.redistribution": ["REDISTRIBUTION"],
     "probes.rungs": ["excess_over_rungs", "teacher_kl"],
     "probes.specialization": ["head_specialization", "skip_alignment", "value_alignment"],
     "tasks.high_order": ["HighOrderMarkov"],
     "tasks.lag_regression": ["LagRegression"],
     "tasks.markov": ["MarkovChain"],
+    "tasks.modular": ["SparseModularAddition"],
     "tasks.task": ["Baseline", "Batch", "Task"],
     "tasks.text": ["TextCorpus"],
     "sources": ["from_checkpoints", "open_source"],
+    "training.ensemble": ["train_together"],
     "training.loop": ["train"],
-    "training.run": ["SGD", "AdamW", "Every", "Given", "Keep", "LogSpaced", "Run", "Training"],
+    "training.run": ["SGD", "AdamW", "Every", "Given", "Keep", "LogSpaced", "Run", "Start", "Training"],
     "training.series": ["Series", "Snapshot", "open_series"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -16,6 +16,8 @@ from fd_interp.claims import Claim, Evidence, Verdict, judge
 from fd_interp.observation import Probe, Trace, observe
 from fd_interp.report.page import Report
 from fd_interp.tasks.high_order import HighOrderMarkov
+from fd_interp.tasks.modular import SparseModularAddition
+from fd_interp.training.ensemble import train_together
 from fd_interp.training.loop import train
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic
@@ -31,11 +33,11 @@ class Results(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One run to train and observe."""
+    """Runs of one case to train, together if there are several, and observe."""
 
     case: str
-    run: Run
-    directory: Path
+    runs: Sequence[Run]
+    directories: Sequence[Path]
 
 
 def traces_of(
@@ -45,29 +47,50 @@ def traces_of(
 
     A run that `out` already holds is not trained again; one that was interrupted goes on.
     """
-    out = out.resolve()  # a worker that is used again may have another working directory
-    jobs = [Job(case, _seeded(run, seed), out / case / f"seed-{seed}") for case, run in cases.items() for seed in seeds]
+    return traces_of_jobs([job for case, run in cases.items() for job in jobs_of(case, run, seeds, out)], probes_of)
+
+
+def jobs_of(case: str, run: Run, seeds: Sequence[int], out: Path, *, together: int = 1) -> list[Job]:
+    """The seeds of a case, so many of them at a time in one ensemble."""
+    groups = [seeds[first : first + together] for first in range(0, len(seeds), together)]
+    return [
+        Job(case, [_seeded(run, seed) for seed in group], [out / case / f"seed-{seed}" for seed in group])
+        for group in groups
+    ]
+
+
+def traces_of_jobs(jobs: Sequence[Job], probes_of: Callable[[Run], list[Probe]]) -> dict[str, list[Trace]]:
+    """The traces of each case, in the order of the jobs; those that take longest are best given first."""
+    # A worker that is used again may have another working directory.
+    jobs = [job._replace(directories=[directory.resolve() for directory in job.directories]) for job in jobs]
     workers = joblib.Parallel(n_jobs=min(os.cpu_count() or 1, len(jobs)), return_as="generator")
-    done: Any = workers(joblib.delayed(_trace_of)(job, probes_of) for job in jobs)
-    traces: dict[str, list[Trace]] = {case: [] for case in cases}
-    for job, trace in zip(
-        jobs, tqdm(done, total=len(jobs), unit="run", desc="train and observe", disable=None), strict=True
-    ):
-        traces[job.case].append(trace)
+    done: Any = workers(joblib.delayed(_traces_of_job)(job, probes_of) for job in jobs)
+    traces: dict[str, list[Trace]] = {job.case: [] for job in jobs}
+    runs = sum(len(job.runs) for job in jobs)
+    with tqdm(total=runs, unit="run", desc="train and observe", disable=None) as bar:
+        for job, found in zip(jobs, done, strict=True):
+            traces[job.case].extend(found)
+            bar.update(len(found))
     return traces
 
 
 def _seeded(run: Run, seed: int) -> Run:
     """The run with another seed, and where its training set is finite, with another one."""
     task = run.task
-    if isinstance(task, HighOrderMarkov) and task.sequences is not None:
+    if isinstance(task, HighOrderMarkov | SparseModularAddition) and task.sequences is not None:
         task = task.model_copy(update={"data_seed": seed})
     return run.model_copy(update={"seed": seed, "task": task})
 
 
-def _trace_of(job: Job, probes_of: Callable[[Run], list[Probe]]) -> Trace:
-    series = train(job.run, job.directory, show_progress=False)
-    return observed(series, probes_of(job.run), job.directory / TRACE_FILE)
+def _traces_of_job(job: Job, probes_of: Callable[[Run], list[Probe]]) -> list[Trace]:
+    if len(job.runs) == 1:
+        found = [train(job.runs[0], job.directories[0], show_progress=False)]
+    else:
+        found = train_together(job.runs, job.directories, show_progress=False)
+    return [
+        observed(series, probes_of(run), directory / TRACE_FILE)
+        for run, directory, series in zip(job.runs, job.directories, found, strict=True)
+    ]
 
 
 def results_folder(run: Path) -> Path:

@@ -4,11 +4,16 @@ from types import ModuleType
 
 from fd_interp.config import InputError, nearest
 from fd_interp.observation import Probe
-from fd_interp.papers import focus_dilution, incremental
+from fd_interp.papers import clustering, focus_dilution, incremental
 from fd_interp.tasks.lags import Lags
+from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.run import Run
 
-PAPERS: dict[str, ModuleType] = {"focus-dilution": focus_dilution, "incremental": incremental}
+PAPERS: dict[str, ModuleType] = {
+    "focus-dilution": focus_dilution,
+    "incremental": incremental,
+    "clustering": clustering,
+}
 """Name -> package with SETTINGS, probes, stages, claims_about, predicted, and what a report shows."""
 
 
@@ -31,6 +36,8 @@ def setting(name: str) -> Run:
 
 def paper_of(run: Run) -> ModuleType:
     """The paper whose question a run answers: that of its task."""
+    if isinstance(run.task, SparseModularAddition):
+        return clustering
     return incremental if isinstance(run.task, Lags) else focus_dilution
 
 

@@ -60,3 +60,17 @@ def _described(queries: slice) -> str:
     if queries == EVERY_POSITION:
         return "all positions"
     return "last position" if queries.start == -1 else f"positions from {queries.start} on"
+
+
+def accuracy(queries: slice, of: str = "held-out sequences") -> Probe:
+    """How often the most likely token is the target, at `queries`.
+
+    Args:
+        of: which sequences they are, for whoever reads the trace.
+    """
+
+    def measure(seen: Observation) -> dict[str, Tensor]:
+        right = seen.cache[LOGITS][:, queries].argmax(-1) == seen.batch.targets[:, queries]
+        return {"accuracy": right.double().mean()}
+
+    return Probe("accuracy", {"accuracy": Variable((), f"accuracy on {of}", "task")}, measure, hooks=(LOGITS,))

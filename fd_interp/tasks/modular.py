@@ -74,12 +74,16 @@ class SparseModularAddition(Frozen):
         Where there are more, n are drawn, in families of a sequence and the L that differ from it in one symbol each,
         so that what one symbol changes is seen as well. Either way some of them may be in the training set.
         """
-        if n >= self.p**self.length <= MOST_ENUMERATED:
+        if self.enumerated(n):
             return self.population
         founders = self._drawn(-(-n // (self.length + 1)), generator)
         changes = torch.randint(1, self.p, founders.shape, generator=generator).diag_embed()
         families = torch.cat([founders[:, None], (founders[:, None] + changes) % self.p], dim=1)
         return self.labelled(families.flatten(0, 1)[:n])
+
+    def enumerated(self, n: int) -> bool:
+        """Whether n held-out sequences are all there are."""
+        return n >= self.p**self.length <= MOST_ENUMERATED
 
     @cached_property
     def population(self) -> Batch:

@@ -30,7 +30,7 @@ def panels(series: Series) -> list[Panel]:
     assert run is not None
     assert isinstance(run.task, Lags)
     names = [block_name(block) for block in run.task.blocks]
-    heads = range(run.model.n_heads)
+    heads = range(series.build().cfg.n_heads)
     rungs = tuple(line for line in run.task.baselines() if line.name.startswith("rung"))
     panels = [Panel("Loss", (Curve("loss", "held-out loss"),), levels=rungs)]
     if run.task.kind == "high_order":
