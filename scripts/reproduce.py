@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fd_interp.claims import Verdict
 from fd_interp.command import exit_status
 from fd_interp.config import InputError
+from fd_interp.papers.clustering import reproduce as clustering
 from fd_interp.papers.focus_dilution import reproduce as focus_dilution
 from fd_interp.papers.incremental import reproduce as incremental
 from fd_interp.report.page import report_page
@@ -37,6 +38,7 @@ REPRODUCTIONS = {
     "focus-dilution-text": Reproduction(focus_dilution.on_text, seeds=3, takes_text=True),
     "incremental": Reproduction(incremental.on_small_chains, seeds=5),
     "incremental-paper": Reproduction(incremental.at_the_size_of_the_paper, seeds=1),
+    "clustering": Reproduction(clustering.on_seeds, seeds=32),
 }
 
 

@@ -4,7 +4,7 @@ What a head writes (`hook_z`, xi in the paper where there is one head) is looked
 and divided by its length, which is what a normalisation lets through.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float, Int
@@ -166,13 +166,15 @@ def memorization(task: SparseModularAddition) -> Probe:
     )
 
 
-def class_share(
-    classes: Callable[[Batch], Int[Tensor, "batch query"]], permutations: int = PERMUTATIONS, seed: int = 0
-) -> Probe:
+Classes = Callable[[Batch], Int[Tensor, "batch query"]]
+"""The class of every query of a batch, or of its last queries; -1 leaves one out."""
+
+
+def class_share(by: Mapping[str, Classes], permutations: int = PERMUTATIONS, seed: int = 0) -> Probe:
     """Whether any head of any model maps inputs of one class to one place: the share of variance between classes.
 
     Args:
-        classes: the class of every query of a batch, or of the last ones; -1 to leave it out.
+        by: the ways to class inputs that are asked about, by name.
         permutations: how often the classes are permuted, for a share to compare with.
         seed: of the permutations.
 
@@ -181,28 +183,30 @@ def class_share(
     """
 
     def measure(seen: Observation) -> dict[str, Tensor]:
-        of_query = seen.once("classes", lambda: classes(seen.batch))
-        asked, last = of_query.flatten() >= 0, of_query.shape[1]
-        heads = torch.stack([_by_query(z[:, -last:]) for z in seen.activations("z")])[:, :, asked]
-        labels, generator = of_query.flatten()[asked], torch.Generator().manual_seed(seed)
-        permuted = clustering.permuted_shares(heads, labels, permutations, generator)
-        return {
-            "class_share": clustering.between_class_share(heads, labels),
-            "class_share_permuted": permuted.amax(-1),
-        }
+        generator = torch.Generator().manual_seed(seed)
+        shares, permuted = [], []
+        for name, classes in by.items():
+            of_query = seen.once(f"classes by {name}", lambda classes=classes: classes(seen.batch))
+            asked, last = of_query.flatten() >= 0, of_query.shape[1]
+            heads = torch.stack([_by_query(z[:, -last:]) for z in seen.activations("z")])[:, :, asked]
+            labels = of_query.flatten()[asked]
+            shares.append(clustering.between_class_share(heads, labels))
+            permuted.append(clustering.permuted_shares(heads, labels, permutations, generator).amax(-1))
+        return {"class_share": torch.stack(shares, -1), "class_share_permuted": torch.stack(permuted, -1)}
 
+    dims, names = (*PER_HEAD, "by"), {"by": list(by)}
     return Probe(
         "class_share",
         {
-            "class_share": Variable(PER_HEAD, "share of variance between classes (1: clustered by class)", "ours"),
-            "class_share_permuted": Variable(PER_HEAD, f"the largest of {permutations} with permuted classes", "ours"),
+            "class_share": Variable(dims, "share of variance between classes (1: clustered)", "ours", names=names),
+            "class_share_permuted": Variable(dims, f"the largest of {permutations} with permuted classes", "ours"),
         },
         measure,
         hooks=("z",),
     )
 
 
-def token_at_lag(lag: int) -> Callable[[Batch], Int[Tensor, "batch query"]]:
+def token_at_lag(lag: int) -> Classes:
     """Classes by the token at a lag from what is predicted: at lag 1 the query's own, at lag 2 the one before."""
 
     def classes(batch: Batch) -> Int[Tensor, "batch query"]:
@@ -213,7 +217,7 @@ def token_at_lag(lag: int) -> Callable[[Batch], Int[Tensor, "batch query"]]:
     return classes
 
 
-def class_of_sum(task: SparseModularAddition) -> Callable[[Batch], Int[Tensor, "batch query"]]:
+def class_of_sum(task: SparseModularAddition) -> Classes:
     """Classes of sparse modular addition, at the last query."""
 
     def classes(batch: Batch) -> Int[Tensor, "batch query"]:

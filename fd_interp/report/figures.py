@@ -146,6 +146,41 @@ def points_figure(
     return figure.update_layout(height=330, title={"text": title, "font": {"size": 14}, "x": 0.02}, **_look(top=60))
 
 
+def scatter_figure(
+    title: str,
+    x_title: str,
+    y_title: str,
+    groups: Mapping[str, Sequence[tuple[float, float, str]]],
+    *,
+    diagonal: bool = False,
+) -> go.Figure:
+    """Points of several kinds, each given with what it says when pointed at; with a line where both axes are equal."""
+    figure = go.Figure()
+    for number, (name, points) in enumerate(groups.items()):
+        x, y, labels = zip(*points, strict=True) if points else ((), (), ())
+        figure.add_trace(
+            go.Scatter(
+                x=x,
+                y=y,
+                text=labels,
+                name=name,
+                mode="markers",
+                marker={"color": COLOURS[number % len(COLOURS)], "size": 9, "opacity": 0.75},
+                hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+            )
+        )
+    if diagonal:
+        ends = [point[axis] for points in groups.values() for point in points for axis in (0, 1)] or [0, 1]
+        figure.add_shape(
+            type="line", x0=min(ends), y0=min(ends), x1=max(ends), y1=max(ends), line={"color": "#999", "dash": "dot"}
+        )
+    figure.update_xaxes(gridcolor=GRID, title=x_title, zeroline=False)
+    figure.update_yaxes(gridcolor=GRID, title=y_title, zeroline=False)
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}}
+    heading = {"text": title, "font": {"size": 14}, "x": 0.02}
+    return figure.update_layout(height=400, title=heading, legend=legend, **_look(top=85))
+
+
 def row_cosine_figure(series: Series, steps: Sequence[int]) -> go.Figure:
     """Cosines between token embeddings at some steps, tokens ordered by the last of them."""
     cosines = [row_cosines(series.at(step).weights()["embed.W_E"]) for step in steps]

@@ -5,7 +5,6 @@ and even at the others (`lattice_of_head`). If the even ones are zero, and the o
 clustering head; otherwise it tells apart more than the task's classes, and the classifier reads the parity of the sum.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fd_interp.observation import Trace
+from fd_interp.probes.clustering import Classes
 from fd_interp.stages import Stage, first_step
 from fd_interp.tasks.task import Batch
 
@@ -57,8 +57,9 @@ class Circuit(NamedTuple):
 
 
 def of_model(trace: Trace) -> Trace:
-    """The one head of the paper's model, and the direction of what it writes."""
-    return trace.isel({dim: place for dim, place in (("layer", 0), ("head", 0), ("form", 1)) if dim in trace.dims})
+    """The one head of the paper's model, the direction of what it writes, and its first classes."""
+    places = {"layer": 0, "head": 0, "form": 1, "by": 0}
+    return trace.isel({dim: place for dim, place in places.items() if dim in trace.dims})
 
 
 def circuit(trace: Trace) -> Circuit:
@@ -107,7 +108,7 @@ def classifier_step(trace: Trace) -> int | None:
     return first_step(trace.accuracy > SOLVED_FROM)
 
 
-def lattice_classes(weights: tuple[int, ...]) -> Callable[[Batch], Int[Tensor, "batch query"]]:
+def lattice_classes(weights: tuple[int, ...]) -> Classes:
     """Classes by the weighted sum of the symbols, which is what a head on a lattice tells apart."""
 
     def classes(batch: Batch) -> Int[Tensor, "batch query"]:

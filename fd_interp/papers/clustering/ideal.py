@@ -1,7 +1,5 @@
 """The clustering head in closed form: the test of what measures it."""
 
-from collections.abc import Callable
-
 import torch
 
 from fd_interp.models import lens
@@ -15,8 +13,9 @@ from fd_interp.training.series import Series
 def ideal_weights(task: SparseModularAddition, attention: float = 12.0) -> lens.Weights:
     """A head of two coordinates that attends to informative positions and counts their ones.
 
-    `W_E = (1, 0), (-1, 0)`, `W_pos = (0, 1)` at informative positions and `(0, -1)` elsewhere, and a query `(0, lambda)`:
-    xi is then the sum of the informative symbols, up to a shift. There is no MLP, so the model labels nothing.
+    `W_E = (1, 0), (-1, 0)`, `W_pos = (0, 1)` at informative positions and `(0, -1)` elsewhere, and a query
+    `(0, lambda)`: xi is then the sum of the informative symbols, up to a shift. There is no MLP, so what the model says
+    of the label is no more than the side of xi.
 
     Args:
         attention: lambda; the attention on the informative positions is .75, .98, .9997, 1.0000 at 1, 3, 6, 12 for five
@@ -33,12 +32,10 @@ def ideal_weights(task: SparseModularAddition, attention: float = 12.0) -> lens.
 
 def ideal_series(task: SparseModularAddition) -> Series:
     """That head as a series of one snapshot, on all sequences."""
-    reader: Callable[[], lens.Weights] = lambda: ideal_weights(task)  # noqa: E731
-    batch = task.population
-    series = from_checkpoints(
+    tokens, targets = task.population
+    return from_checkpoints(
         lambda: build(LearnedQuery(), task.d_vocab, task.length),
-        {0: reader},
-        torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1),
+        {0: lambda: ideal_weights(task)},
+        torch.cat([tokens, targets[:, -1:]], dim=1),
         name="closed form",
     )
-    return series

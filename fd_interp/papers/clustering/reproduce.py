@@ -1,0 +1,151 @@
+"""What is reproduced of this paper: the named runs, all seeds of two settings, controls, verdicts and the report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from fd_interp.claims import Claim, Evidence, Verdict, judge, judge_control
+from fd_interp.measures.clustering import chance_type
+from fd_interp.observation import Trace, observe
+from fd_interp.overrides import override
+from fd_interp.papers import clustering as paper
+from fd_interp.papers.clustering import claims, sections
+from fd_interp.papers.clustering.cases import (
+    D_2,
+    D_8,
+    NAMED,
+    SHUFFLED,
+    SHUFFLED_SEEDS,
+    TOGETHER,
+    WIDE_SEEDS,
+)
+from fd_interp.papers.clustering.circuits import PARTIAL, STUCK, circuit, lattice_classes, of_model
+from fd_interp.papers.clustering.ideal import ideal_series
+from fd_interp.papers.clustering.settings import CLUSTERING
+from fd_interp.probes.clustering import class_share
+from fd_interp.report.page import Report
+from fd_interp.reproduction import Results, evidence_of, jobs_of, judged, summary, traces_of_jobs, versions
+from fd_interp.tasks.modular import SparseModularAddition
+from fd_interp.training.run import Run
+from fd_interp.training.series import Series, atomic, open_series
+
+DRAWS_OF_CHANCE = 2000
+SEEDS_FILE = "seeds.csv"
+
+
+def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Results:
+    """The two named runs; the paper's setting on all seeds, a wider model and shuffled labels on the first of them."""
+    named = {name: override(run, overrides) for name, run in NAMED.items()}
+    settings = {"d-2": override(D_2, overrides), "d-8": override(D_8, overrides)}
+    control = override(SHUFFLED, overrides)
+    jobs = jobs_of("d-2", settings["d-2"], seeds, out, together=TOGETHER)
+    jobs += [job for name, run in named.items() for job in jobs_of(name, run, [run.seed], out)]
+    jobs += jobs_of("d-8", settings["d-8"], seeds[:WIDE_SEEDS], out, together=TOGETHER)
+    jobs += jobs_of("shuffled", control, seeds[:SHUFFLED_SEEDS], out, together=TOGETHER)
+    traces = traces_of_jobs(jobs, paper.probes)
+
+    verdicts = [verdict for name, run in named.items() for verdict in _of_named(run, traces[name], name)]
+    for name, claimed in (("d-2", claims.TWO_WAYS), ("d-8", claims.TWO_WAYS_WIDE)):
+        traces[name] = _with_own_classes(traces[name], out / name, seeds)
+        verdicts += _of_all(name, traces[name], seeds, claimed)
+    verdicts += _controls(traces, named["clustering"], seeds)
+    _write_table(traces, out)
+
+    circuits = {name: [circuit(trace) for trace in traces[name]] for name in settings}
+    mass = {name: [float(of_model(trace).informative_mass[-1]) for trace in traces[name]] for name in settings}
+    shown = [
+        *(sections.of_run(out, name, traces[name]) for name in named),
+        sections.of_seeds("The paper's setting", sections.D_2_TEXT, circuits["d-2"], mass["d-2"], _chance(D_2, 2)),
+        sections.of_stages(circuits["d-2"]),
+        sections.of_seeds("Eight coordinates", sections.D_8_TEXT, circuits["d-8"], mass["d-8"], _chance(D_8, 8)),
+    ]
+    report = Report(paper.TITLE, paper.PAPER, summary(verdicts, seeds), verdicts, shown, versions())
+    return Results(verdicts, report)
+
+
+def _of_named(run: Run, traces: Sequence[Trace], name: str) -> list[Verdict]:
+    return judged(paper.claims_about(run), run, traces, name)
+
+
+def _of_all(name: str, traces: Sequence[Trace], seeds: Sequence[int], two_ways: Claim) -> list[Verdict]:
+    """The claims about all seeds of a setting."""
+    trace = claims.together(traces, seeds[: len(traces)])
+    asked = (two_ways, claims.TWO_STAGES, claims.STUCK_UNCLUSTERED)
+    if name == "d-2":
+        asked = (claims.SOLVED_SHARE, *asked)
+    verdicts = [_judge(claim, trace, name) for claim in asked]
+    by_type = claims.with_criterion(trace, "f_type_gauge")
+    return [*verdicts, _judge(claims.SEPARATES, by_type, name)]
+
+
+def _judge(claim: Claim, trace: Trace, where: str) -> Verdict:
+    return judge(claim, [Evidence(trace, {})], where=where)
+
+
+def _controls(traces: dict[str, list[Trace]], run: Run, seeds: Sequence[int]) -> list[Verdict]:
+    """Where the claims about one run must fail, and where attention is asked instead."""
+    paired = evidence_of(traces["clustering"], run)
+    of_run = (claims.SOLVED, claims.CLUSTERED)
+    unsolved = [trace for trace in traces["d-2"] if circuit(trace).name in (STUCK, PARTIAL)]
+    untrained = [trace.isel(step=[0]) for trace in traces["d-8"]]
+    verdicts = []
+    for where, seen, taken_away in (
+        ("shuffled", traces["shuffled"], "labels of the training set change places"),
+        ("untrained", untrained, "nothing is trained"),
+        ("unsolved", unsolved, "the seed does not solve the task"),
+    ):
+        evidence = [Evidence(trace, {}) for trace in seen]
+        verdicts += [judge_control(claim, evidence, where=where, control=taken_away, paired=paired) for claim in of_run]
+    for name in ("d-2", "d-8"):
+        trace = claims.together(traces[name], seeds[: len(traces[name])])
+        by_mass, by_type = (claims.with_criterion(trace, each) for each in ("informative_mass", "f_type_gauge"))
+        verdicts.append(
+            judge_control(
+                claims.SEPARATES,
+                [Evidence(by_mass, {})],
+                where=name,
+                control="attention on informative positions is the criterion",
+                paired=[Evidence(by_type, {})],
+            )
+        )
+    ideal = observe(ideal_series(_task(run)), paper.probes(CLUSTERING))
+    return [*verdicts, judge(claims.CLUSTERED, [Evidence(ideal, {})], where="closed-form")]
+
+
+def _with_own_classes(traces: Sequence[Trace], folder: Path, seeds: Sequence[int]) -> list[Trace]:
+    """Where a seed has come to rest on a lattice, also how clustered its head was by the classes of that lattice."""
+    return [
+        _by_own_classes(trace, open_series(folder / f"seed-{seed}")) for trace, seed in zip(traces, seeds, strict=False)
+    ]
+
+
+def _by_own_classes(trace: Trace, series: Series) -> Trace:
+    found = circuit(trace)
+    if not found.solved or len(set(found.weights)) < 2:
+        return trace
+    probe = class_share({"its own lattice": lattice_classes(found.weights)}, permutations=1)
+    return trace.assign(class_share=observe(series, [probe]).class_share.drop_vars("by_name"))
+
+
+def _chance(run: Run, d: int) -> str:
+    """What the best gauge finds in random points, in a sentence."""
+    gauges = _task(run).gauges
+    drawn = chance_type(gauges.shape[1], d, gauges, DRAWS_OF_CHANCE, torch.Generator().manual_seed(0))
+    mean, high, most = drawn.mean().item(), drawn.quantile(0.95).item(), drawn.max().item()
+    return (
+        f"By chance: {gauges.shape[1]} random prefixes have {mean:.3f} of their variance between classes in the best "
+        f"gauge, {high:.3f} in one case of twenty, {most:.3f} at most in {DRAWS_OF_CHANCE}."
+    )
+
+
+def _task(run: Run) -> SparseModularAddition:
+    assert isinstance(run.task, SparseModularAddition)
+    return run.task
+
+
+def _write_table(traces: dict[str, list[Trace]], out: Path) -> None:
+    tables = [sections.table([circuit(trace) for trace in seen], case) for case, seen in traces.items()]
+    with atomic(out / SEEDS_FILE) as partial:
+        pd.concat(tables).to_csv(partial, index=False)

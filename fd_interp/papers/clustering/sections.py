@@ -1,0 +1,104 @@
+"""The sections of the report on this paper, with what to look for in each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from fd_interp.observation import Trace
+from fd_interp.papers import clustering as paper
+from fd_interp.papers.clustering.circuits import STUCK, Circuit
+from fd_interp.report.figures import scatter_figure
+from fd_interp.report.page import Section
+from fd_interp.report.sections import run_section
+from fd_interp.training.series import open_series
+
+TEXTS = {
+    "clustering": (
+        "One run in eight coordinates",
+        "The head is a clustering head when the variance of xi's direction lies between the task's classes (blue, top "
+        "right) and only informative symbols move it. That happens first; the classifier follows. A position's two "
+        "symbols may change names (a gauge), so the share is that of the best gauge.",
+    ),
+    "clustering-2d": (
+        "One run in two coordinates",
+        "The model of the paper, which the sandbox shows in full. The plateau lasts for two hundred epochs; then the "
+        "weights of the symbols fall on integers within a few epochs, plus or minus one at informative positions and "
+        "zero elsewhere, and loss and accuracy follow.",
+    ),
+}
+D_2_TEXT = (
+    "The paper's setting, one point a seed. Left: two ways to solve the task. Clustering heads have nearly all "
+    "variance between classes; the others count some spurious symbols twice, which leaves the parity alone, and so "
+    "tell apart more than the classes. Right: raw attention does not tell which is which, nor even who has learned "
+    "anything: a position that is attended to says nothing if its two symbols lie on one ray through the norm."
+)
+D_8_TEXT = (
+    "The same in eight coordinates, where most seeds solve the task, and a little variance stays off the main axis."
+)
+STAGES_TEXT = (
+    "For every seed that solves the task, when its head has the classes that it ends with, and when accuracy passes "
+    ".98. Below the diagonal the classifier would come first."
+)
+
+
+def of_run(out: Path, case: str, traces: Sequence[Trace]) -> Section:
+    """Curves, stages and attention of one of the named runs."""
+    title, text = TEXTS[case]
+    seed = next((out / case).glob("seed-*"))
+    return run_section(paper, title, text, open_series(seed), traces)
+
+
+def of_seeds(title: str, text: str, circuits: Sequence[Circuit], mass: Sequence[float], chance: str) -> Section:
+    """Every seed of a setting: what it has become, and what attention says of it."""
+    names = list(dict.fromkeys(sorted(one.name for one in circuits)))
+    seeds = list(enumerate(circuits))
+    by_name = {
+        name: [(one.f_type, one.accuracy, _label(seed, one)) for seed, one in seeds if one.name == name]
+        for name in names
+    }
+    attended = {
+        name: [(mass[seed], one.f_type, _label(seed, one)) for seed, one in seeds if one.name == name] for name in names
+    }
+    figures = [
+        scatter_figure("What the seeds become", "variance between classes, best gauge", "accuracy", by_name),
+        scatter_figure(
+            "Attention tells nothing", "attention on informative positions", "variance between classes", attended
+        ),
+    ]
+    return Section(title, f"{text} {counted(circuits)} {chance}", figures=figures)
+
+
+def counted(circuits: Sequence[Circuit]) -> str:
+    """How many seeds have become what, in a sentence."""
+    names = pd.Series([one.name for one in circuits]).value_counts()
+    return "Of " + str(len(circuits)) + " seeds: " + ", ".join(f"{n} {name}" for name, n in names.items()) + "."
+
+
+def of_stages(circuits: Sequence[Circuit]) -> Section:
+    """When representation and classifier came, in the seeds that solve the task."""
+    solved = [(seed, one) for seed, one in enumerate(circuits) if one.solved]
+    points = {
+        name: [
+            (one.representation, one.classifier, _label(seed, one))
+            for seed, one in solved
+            if one.name == name and one.representation is not None and one.classifier is not None
+        ]
+        for name in dict.fromkeys(one.name for _, one in solved)
+    }
+    figure = scatter_figure("Two stages", "step of the representation", "step of the classifier", points, diagonal=True)
+    return Section("Representation, then classifier", STAGES_TEXT, figures=[figure])
+
+
+def _label(seed: int, one: Circuit) -> str:
+    weights = f", weights {' '.join(map(str, one.weights))}" if one.weights and one.name != STUCK else ""
+    return f"seed {seed}: {one.name}{weights}"
+
+
+def table(circuits: Sequence[Circuit], case: str) -> pd.DataFrame:
+    """A row for each seed."""
+    rows = [one._asdict() | {"weights": " ".join(map(str, one.weights))} for one in circuits]
+    frame = pd.DataFrame(rows).rename(columns={"name": "circuit"})
+    frame.insert(0, "case", case)
+    frame.insert(1, "seed", range(len(rows)))
+    return frame
