@@ -47,7 +47,7 @@ class Member(NamedTuple):
 
     run: Run
     directory: Path
-    state: State | None
+    state: State
 
 
 class Draw(NamedTuple):
@@ -73,10 +73,10 @@ def train_together(
     _check_alike(runs)
     runs[0].check_device()
     members = []
-    for run, directory in zip(runs, map(Path, directories), strict=True):
+    for run, directory, new in zip(runs, map(Path, directories), [_new(run) for run in runs], strict=True):
         claim_directory(directory, run)
-        state = read_state(directory) or (state_at(run.start) if run.start else None)
-        check_kept(run, directory, len(state.losses) if state else 0)
+        state = read_state(directory) or new
+        check_kept(run, directory, len(state.losses))
         members.append(Member(run, directory, state))
     with torch_threads(runs[0].threads):
         for alike in _by_step(members):
@@ -106,16 +106,25 @@ def _without_seeds(run: Run) -> Run:
     return run.model_copy(update={"seed": 0, "task": run.task.model_copy(update={"data_seed": 0}), "start": start})
 
 
+def _new(run: Run) -> State:
+    return State(lens.weights(new_model(run)), state_at(run.start).moments if run.start else {}, [])
+
+
 def _by_step(members: Sequence[Member]) -> list[list[Member]]:
     """Those that stand at the same step go on together: the optimizer counts steps for all."""
-    by_step: dict[int, list[Member]] = {}
+    by_step: dict[tuple[int, float], list[Member]] = {}
     for member in members:
-        by_step.setdefault(len(member.state.losses) if member.state else 0, []).append(member)
+        by_step.setdefault((len(member.state.losses), _counted(member.state.moments)), []).append(member)
     return list(by_step.values())
 
 
+def _counted(moments: Moments) -> float:
+    """The steps that an optimizer has counted, with those before a start; some do not count."""
+    return max((each["step"].item() for each in moments.values() if "step" in each), default=0.0)
+
+
 def _train(members: list[Member], show_progress: bool) -> None:
-    run, start = members[0].run, len(members[0].state.losses) if members[0].state else 0
+    run, start = members[0].run, len(members[0].state.losses)
     stacked = _Stacked(members)
     steps = range(start + 1, run.training.steps + 1)
     bar = tqdm(total=run.training.steps, initial=start, disable=None if show_progress else True, unit="step",
@@ -145,25 +154,27 @@ class _Stacked:
         self.members, self.run = members, members[0].run
         assert isinstance(self.run.model, LearnedQuery)
         self.config = self.run.model
-        weights = [member.state.weights if member.state else lens.weights(new_model(member.run)) for member in members]
-        self.weights = {name: torch.stack([each[name] for each in weights]).to(self.run.device) for name in NAMES}
+        self.weights = {
+            name: torch.stack([member.state.weights[name] for member in members]).to(self.run.device) for name in NAMES
+        }
         trained = [name for name in NAMES if name.rsplit(".", 1)[-1] not in self.config.fixed]
         self.parameters = {name: torch.nn.Parameter(self.weights[name]) for name in trained}
         self.weights |= self.parameters
         self.optimizer = make_optimizer(self.run, self.parameters)
         self._restore()
-        self.losses = [list(member.state.losses) if member.state else [] for member in members]
+        self.losses = [list(member.state.losses) for member in members]
         self.alive = [True] * len(members)
         self._arguments = LearnedQueryWeights(*[self.weights[name] for name in NAMES])
 
     def _restore(self) -> None:
-        remembered = [member.state.moments for member in self.members if member.state]
-        for name, parameter in self.parameters.items() if remembered else ():
-            of_weight = [each.get(name, {}) for each in remembered]
+        for name, parameter in self.parameters.items():
+            of_weight = [member.state.moments.get(name, {}) for member in self.members]
             for key, value in of_weight[0].items():
                 one_for_all = value.ndim == 0  # the number of steps
                 self.optimizer.state[parameter][key] = (
-                    value if one_for_all else torch.stack([m[key] for m in of_weight])
+                    value.to(parameter.device)
+                    if one_for_all
+                    else torch.stack([each[key] for each in of_weight]).to(parameter)
                 )
 
     def step(self, batch: Draw) -> None:

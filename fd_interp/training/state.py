@@ -123,12 +123,13 @@ def _moments_at(file: Path, names: tuple[str, ...], weights: lens.Weights) -> Mo
         return {}
     beside = file.parents[1] / "activations" / file.name
     stored = read_tensors(beside) if beside.is_file() else {}
-    if absent := [name for name in names if f"{name}.{next(iter(weights))}" not in stored]:
+    if absent := [name for name in names if not any(f"{name}.{weight}" in stored for weight in weights)]:
         raise InputError(f"start.moments: {file} keeps no {', '.join(absent)}; train it with keep.moments")
-    step = torch.tensor(float(file.stem.removeprefix("step_")))  # Adam corrects its averages by it
+    step = float(file.stem.removeprefix("step_"))  # Adam corrects its averages by it, and counts on for each weight
     return {
-        weight: {"step": step} | {name: stored[f"{name}.{weight}"] for name in names if f"{name}.{weight}" in stored}
+        weight: {"step": torch.tensor(step)} | {name: stored[f"{name}.{weight}"] for name in names}
         for weight in weights
+        if f"{names[0]}.{weight}" in stored  # weights that were held have none
     }
 
 

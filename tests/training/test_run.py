@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_interp.config import InputError
-from fd_interp.models.config import Transformer
+from fd_interp.models.config import LearnedQuery, Transformer
 from fd_interp.papers import setting, settings
+from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.run import SGD, AdamW, Every, Given, Keep, LogSpaced, Run, Training
 
 
@@ -99,6 +100,24 @@ def test_what_cannot_be_trained_is_refused(make, message: str) -> None:
         make()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss_on", ["all", "full_context"])
+def test_a_learned_query_predicts_at_the_last_position_alone(loss_on: str) -> None:
+    task, model = SparseModularAddition(), LearnedQuery(normalized=("ln2",), stds={"W_E": 0.5})
+    run = Run(task=task, model=model, training=Training(loss_on="last"), keep=Keep(moments=("exp_avg_sq",)))
+    assert run.queries == slice(-1, None)
+    assert Run(**json.loads(run.model_dump_json())) == run
+    with pytest.raises(InputError) as caught:
+        run.model_copy(update={"training": run.training.model_copy(update={"loss_on": loss_on})})
+    message = {
+        "all": "training.loss_on: a learned query predicts once, at the last, not all",
+        "full_context": "training.loss_on: full_context needs a task of lags, and modular has none",
+    }
+    assert message[loss_on] in str(caught.value)
+    with pytest.raises(InputError, match="a learned query predicts once, at the last, not full_context"):
+        setting("incremental").model_copy(update={"model": model, "training": Training(loss_on="full_context")})
+    assert Run(task=task, model=Transformer(), training=Training(loss_on="all")).queries == slice(None)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "", "meta"])
