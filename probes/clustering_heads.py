@@ -78,7 +78,7 @@ def _by_task(label: str, head: Trace) -> Row:
 def _by_lag(label: str, head: Trace, controls: Sequence[Trace]) -> Row:
     """Of one head of any model: the lag whose token decides most of what it writes."""
     share = head.class_share[-1]
-    best = int(share.argmax())
+    best = int(share.values.argmax())
     row: Row = {"head": label, "most by": str(share.by_name.values[best]), "share": float(share[best])}
     row["permuted"] = float(head.class_share_permuted[-1, best])
     row["with random weights"] = max((float(control.class_share[-1, best]) for control in controls), default=None)

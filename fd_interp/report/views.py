@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from fd_interp.config import InputError
 from fd_interp.models import lens
@@ -25,6 +26,8 @@ def spread_steps(series: Series, most: int = MOST_FRAMES) -> list[int]:
 def attention_of(series: Series, steps: Sequence[int], *, sequence: int = 0) -> tuple[list[str], list[AttentionFrame]]:
     """The tokens of one held-out sequence, and its attention patterns at each of the steps.
 
+    A learned query that stands behind the sequence has a place of its own there.
+
     Raises:
         InputError: there is no such sequence, or a step is not kept.
     """
@@ -39,10 +42,17 @@ def attention_of(series: Series, steps: Sequence[int], *, sequence: int = 0) -> 
     for step in steps:
         lens.load_weights(model, series.at(step).weights())
         frames.append(AttentionFrame(step, _patterns(model, tokens)))
-    return [series.inputs.token_strings[token] for token in tokens.tolist()], frames
+    names = [series.inputs.token_strings[token] for token in tokens.tolist()]
+    return names + ["query"] * (frames[0].patterns.shape[-1] - len(names)), frames
 
 
 def _patterns(model: lens.Model, tokens: Int[Tensor, " position"]) -> Tensor:
     hooks = lens.resolve_hooks(model, ["pattern"])
     cache = lens.run_and_cache(model, tokens[None], hooks).activations
-    return torch.cat([cache[hook] for hook in hooks]).float()
+    patterns = torch.cat([cache[hook] for hook in hooks]).float()
+    return _behind(patterns) if patterns.shape[-2] == 1 < len(tokens) else patterns
+
+
+def _behind(patterns: Float[Tensor, "layer head 1 key"]) -> Float[Tensor, "layer head place place"]:
+    """A query that stands behind the sequence, like that of `LearnedQuery`, as the last of the places."""
+    return functional.pad(patterns, (0, 1, patterns.shape[-1], 0))

@@ -245,5 +245,6 @@ def restore(
         return []
     lens.load_weights(model, state.weights)
     for name, parameter in parameters.items():
-        optimizer.state[parameter].update(state.moments.get(name, {}))
+        for key, value in state.moments.get(name, {}).items():
+            optimizer.state[parameter][key] = value if value.ndim == 0 else value.to(parameter)
     return state.losses

@@ -37,6 +37,11 @@ class SGD(Frozen):
     """Exceptions to `lr` by weight name: `{"W_Q": 0.8, "W_K": 0.8}` speeds up attention alone."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What it averages over steps, by torch's names."""
+        return ("momentum_buffer",) if self.momentum else ()
+
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -51,6 +56,11 @@ class AdamW(Frozen):
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What it averages over steps, by torch's names."""
+        return ("exp_avg", "exp_avg_sq")
 
 
 class Training(Frozen):
@@ -150,6 +160,17 @@ class Run(Frozen):
             raise InputError(
                 f"training.loss_on: a learned query predicts once, at the last, not {self.training.loss_on}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_has_the_moments(self) -> "Run":
+        known = self.training.optimizer.moments
+        has = f"{self.training.optimizer.kind} has {', '.join(known) or 'none'}"
+        for name in self.keep.moments:
+            if name not in known:
+                raise InputError(f"keep.moments: the optimizer has no average '{name}'; {has}")
+        if self.start and self.start.moments and set(self.start.moments) != set(known):
+            raise InputError(f"start.moments: give all averages of the optimizer or none; {has}")
         return self
 
     @property

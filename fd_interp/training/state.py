@@ -62,20 +62,13 @@ def write_snapshot(directory: Path, step: int, weights: lens.Weights, kept: dict
 
 
 def kept_moments(moments: Moments, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Those that a run keeps, as they are named in a snapshot: `exp_avg_sq.embed.W_E`; zero before the first step.
-
-    Raises:
-        InputError: the optimizer has no average of that name.
-    """
-    kept = {}
-    for weight, of_weight in moments.items():
-        for name in names:
-            if of_weight and name not in of_weight:
-                known = ", ".join(sorted(of_weight.keys() - {"step"})) or "none"
-                raise InputError(f"keep.moments: the optimizer has no average '{name}'; it has {known}")
-            if of_weight:
-                kept[f"{name}.{weight}"] = of_weight[name]
-    return kept
+    """Those that a run keeps, as they are named in a snapshot: `exp_avg_sq.embed.W_E`; none before the first step."""
+    return {
+        f"{name}.{weight}": of_weight[name]
+        for weight, of_weight in moments.items()
+        for name in names
+        if name in of_weight
+    }
 
 
 def write_state(directory: Path, state: State) -> None:

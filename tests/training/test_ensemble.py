@@ -270,15 +270,6 @@ def test_moments_are_kept_as_alone(tmp_path: Path) -> None:
                 assert moment.shape == weights[name.split(".", 1)[1]].shape
             torch.testing.assert_close(kept, other.activations(), atol=1e-12, rtol=1e-6)
         assert all((kept["exp_avg_sq." + name] >= 0).all() for name in weights)
-    sgd = members(2, keep=keep, optimizer=SGD(lr=0.1), steps=50)
-    assert [series[-1].activations() for series in together(sgd, tmp_path / "sgd")] == [{}, {}]
-
-
-def test_a_moment_that_there_is_not_is_named(tmp_path: Path) -> None:
-    runs = members(2, keep=Keep(at=Given(), moments=("exp_avg_squared",)), steps=3)
-    with pytest.raises(InputError, match="no average 'exp_avg_squared'; it has exp_avg, exp_avg_sq") as caught:
-        together(runs, tmp_path)
-    one_sentence(caught)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -105,7 +105,7 @@ def test_what_cannot_be_trained_is_refused(make, message: str) -> None:
 @pytest.mark.parametrize("loss_on", ["all", "full_context"])
 def test_a_learned_query_predicts_at_the_last_position_alone(loss_on: str) -> None:
     task, model = SparseModularAddition(), LearnedQuery(normalized=("ln2",), stds={"W_E": 0.5})
-    run = Run(task=task, model=model, training=Training(loss_on="last"), keep=Keep(moments=("exp_avg_sq",)))
+    run = Run(task=task, model=model, training=Training(loss_on="last"), keep=Keep(held_out=64))
     assert run.queries == slice(-1, None)
     assert Run(**json.loads(run.model_dump_json())) == run
     with pytest.raises(InputError) as caught:
