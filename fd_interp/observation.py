@@ -50,6 +50,10 @@ class Observation:
     frequencies: Float[Tensor, " vocab"]
     kept: dict[str, Any] = field(default_factory=dict)
     """What probes have kept with `once`."""
+    stored: Callable[[], dict[str, Tensor]] = dict
+    """Reads what training kept of this step beside the weights (`Snapshot.activations`); empty if nothing."""
+    step: int = 0
+    """Training steps taken until this snapshot."""
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """What stays the same from snapshot to snapshot: computed at the first, and kept for the series."""
@@ -117,7 +121,8 @@ def observe(
             weights = _same_shapes(snapshot.weights(), first, snapshot.step)
             first = weights if first is None else first
             cache = _run(model, weights, hooks, batch) if wanted else {}
-            seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies, kept)
+            beside = (kept, snapshot.activations, snapshot.step)
+            seen = Observation(weights, previous or weights, first, cache, batch, series.inputs.frequencies, *beside)
             rows.append({name: value for probe in probes for name, value in _measured(probe, seen).items()})
             previous = weights
     return _trace(series, variables, rows)

@@ -34,6 +34,12 @@ class Question:
     """From the traces of the seeds, and those of random weights, if any."""
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     """Adds options of this question alone to the command line."""
+    look: Callable[[Series, Sequence[Probe], argparse.Namespace], Trace] = lambda series, probes, arguments: observe(
+        series, probes, show_progress=not arguments.json
+    )
+    """Makes the trace of one seed; by default of all its snapshots."""
+    nothing: str = "there is nothing to tell"
+    """What is said of a seed that has no row."""
 
 
 def main(question: Question, description: str | None, argv: Sequence[str] | None = None) -> int:
@@ -105,8 +111,9 @@ def _controls(series: Sequence[Series], seeds: int) -> list[Series]:
 
 def _ask(question: Question, series: list[Series], controls: list[Series], arguments: argparse.Namespace) -> None:
     probes = question.probes(series[0], arguments)
-    traces = [observe(one, probes, show_progress=not arguments.json) for one in series]
+    traces = [question.look(one, probes, arguments) for one in series]
     random = [observe(one, probes) for one in controls]
+    tables = [question.table(trace, random) for trace in traces]
     folder = arguments.out or results_folder(Path(series[0].name))
     files = []
     for one, trace in zip(series, traces, strict=True):
@@ -116,16 +123,16 @@ def _ask(question: Question, series: list[Series], controls: list[Series], argum
     picture = folder / f"{question.name}.html"
     with atomic(picture) as partial:
         partial.write_text(question.figure(traces, random).to_html(include_plotlyjs=True), encoding="utf-8")
-    rows = [
-        {"run": Path(one.name).name} | row
-        for one, trace in zip(series, traces, strict=True)
-        for row in question.table(trace, random)
-    ]
+    names = [Path(one.name).name for one in series]
+    rows = [{"run": name} | row for name, table in zip(names, tables, strict=True) for row in table]
     result: dict[str, Any] = {"probe": question.name, "table": rows, "traces": files, "figure": str(picture)}
     if arguments.json:
         show_json(result)
         return
-    show_table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
+    if rows:
+        show_table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
+    for name in (name for name, table in zip(names, tables, strict=True) if not table):
+        print(f"{name}: {question.nothing}")
     print(f"trace: {', '.join(files)}\nfigure: {picture.resolve()}")
 
 

@@ -67,8 +67,8 @@ def _by_task(label: str, head: Trace) -> Row:
         "accuracy": found.accuracy,
         "becomes": found.name,
         "between classes, best gauge": found.f_type,
-        "plain": float(end.class_share[0]),
-        "permuted": float(end.class_share_permuted[0]),
+        "plain": float(end.class_share.isel(form=1, by=0)),
+        "permuted": float(end.class_share_permuted.isel(form=1, by=0)),
         "influence on informative": found.influence_share,
         "weights": " ".join(map(str, found.weights)) or None,
         "attention there (not diagnostic)": float(end.informative_mass),
@@ -77,11 +77,12 @@ def _by_task(label: str, head: Trace) -> Row:
 
 def _by_lag(label: str, head: Trace, controls: Sequence[Trace]) -> Row:
     """Of one head of any model: the lag whose token decides most of what it writes."""
-    share = head.class_share[-1]
+    share = head.class_share.isel(step=-1, form=0)
     best = int(share.values.argmax())
     row: Row = {"head": label, "most by": str(share.by_name.values[best]), "share": float(share[best])}
-    row["permuted"] = float(head.class_share_permuted[-1, best])
-    row["with random weights"] = max((float(control.class_share[-1, best]) for control in controls), default=None)
+    row["permuted"] = float(head.class_share_permuted.isel(step=-1, form=0, by=best))
+    random = [float(control.class_share.isel(step=-1, form=0, by=best)) for control in controls]
+    row["with random weights"] = max(random, default=None)
     return row | {str(name): float(value) for name, value in zip(share.by_name.values, share.values, strict=True)}
 
 
@@ -90,7 +91,7 @@ def figure(seeds: Sequence[Trace], random: Sequence[Trace]) -> go.Figure:
     if seeds[0].sizes["step"] == 1:
         return share_figure(seeds[0])
     curves = [
-        Curve("class_share", f"between classes: {name}", {"by": place})
+        Curve("class_share", f"between classes: {name}", {"form": 0, "by": place})
         for place, name in enumerate(seeds[0].by_name.values)
     ]
     if "f_type_gauge" in seeds[0]:
@@ -107,7 +108,7 @@ def figure(seeds: Sequence[Trace], random: Sequence[Trace]) -> go.Figure:
 def share_figure(trace: Trace) -> go.Figure:
     """Heads down, classes across."""
     heads = [label for label, _ in by_head(trace)]
-    share = trace.class_share[-1].values.reshape(len(heads), -1)
+    share = trace.class_share.isel(step=-1, form=0).values.reshape(len(heads), -1)
     heat = go.Heatmap(z=np.round(share, 3), x=list(trace.by_name.values), y=heads, colorscale="Blues", zmin=0, zmax=1)
     picture = go.Figure(heat).update_yaxes(autorange="reversed", type="category")
     return picture.update_layout(

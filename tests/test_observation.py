@@ -352,3 +352,19 @@ def test_attention_is_measured_after_the_first_quarter(length: int, first: int) 
 def test_sequences_that_the_model_cannot_read_are_refused(small_directory: Path, tokens: Tensor, sentence: str):
     with pytest.raises(InputError, match=sentence):
         observe(open_series(small_directory), [frequency_focus()], Batch(tokens, tokens))
+
+
+def test_a_probe_can_read_what_training_kept_at_its_step(small_directory: Path) -> None:
+    series = open_series(small_directory)
+    stored = a_probe(lambda seen: seen.stored()["blocks.0.attn.hook_pattern"].square().mean())
+    step = a_probe(lambda seen: torch.tensor(float(seen.step)), name="at")
+    trace = observe(series, [stored, step])
+    expected = [kept.activations()["blocks.0.attn.hook_pattern"].square().mean().item() for kept in series]
+    assert trace.x.values.tolist() == pytest.approx(expected)
+    assert len(set(expected)) == 4
+    assert trace["at"].values.tolist() == [0, 10, 20, 30]
+
+
+def test_where_training_kept_nothing_beside_the_weights_nothing_is_stored() -> None:
+    trace = observe(a_series(), [a_probe(lambda seen: torch.tensor(float(len(seen.stored()))))])
+    assert trace.x.values.tolist() == [0, 0, 0]

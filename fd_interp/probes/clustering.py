@@ -31,7 +31,7 @@ def clustering_head(task: SparseModularAddition) -> Probe:
     def measure(seen: Observation) -> dict[str, Tensor]:
         tokens = seen.batch.tokens
         prefixes, pairs = seen.once("prefixes", lambda: task.prefixes(tokens)), _pairs(task, seen)
-        written = in_both_forms(seen)
+        written = _both_forms(_last_written(seen))
         direction = written[..., 1, :, :]
         plain = clustering.nested_shares(written, prefixes, task.gauges[0])
         best = clustering.best_gauge(written, prefixes, task.gauges)
@@ -188,13 +188,13 @@ def class_share(by: Mapping[str, Classes], permutations: int = PERMUTATIONS, see
         for name, classes in by.items():
             of_query = seen.once(f"classes by {name}", lambda classes=classes: classes(seen.batch))
             asked, last = of_query.flatten() >= 0, of_query.shape[1]
-            heads = torch.stack([_by_query(z[:, -last:]) for z in seen.activations("z")])[:, :, asked]
+            written = _both_forms(torch.stack([_by_query(z[:, -last:]) for z in seen.activations("z")])[:, :, asked])
             labels = of_query.flatten()[asked]
-            shares.append(clustering.between_class_share(heads, labels))
-            permuted.append(clustering.permuted_shares(heads, labels, permutations, generator).amax(-1))
+            shares.append(clustering.between_class_share(written, labels))
+            permuted.append(clustering.permuted_shares(written, labels, permutations, generator).amax(-1))
         return {"class_share": torch.stack(shares, -1), "class_share_permuted": torch.stack(permuted, -1)}
 
-    dims, names = (*PER_HEAD, "by"), {"by": list(by)}
+    dims, names = (*BY_FORM, "by"), {"form": FORMS, "by": list(by)}
     return Probe(
         "class_share",
         {
@@ -226,9 +226,8 @@ def class_of_sum(task: SparseModularAddition) -> Classes:
     return classes
 
 
-def in_both_forms(seen: Observation) -> Float[Tensor, "layer head form batch d_head"]:
-    """What each head writes after the last position, and its direction."""
-    written = _last_written(seen)
+def _both_forms(written: Float[Tensor, "layer head input d_head"]) -> Float[Tensor, "layer head form input d_head"]:
+    """What each head writes, and its direction."""
     return torch.stack([written, written / written.norm(dim=-1, keepdim=True)], 2)
 
 

@@ -19,6 +19,8 @@ from fd_interp.training.state import losses_of
 EPOCH = 64
 """Steps of an epoch in the paper: 2048 sequences in batches of 32."""
 WHEN = ("before", "at", "after")
+CLEAR = 10
+"""Windows between a quiet one and every spike."""
 
 
 class LossSpike(NamedTuple):
@@ -97,6 +99,30 @@ def _with_snapshots(spike: Spike, losses: np.ndarray, kept: np.ndarray, window_s
         at=int(within[int(np.argmax(around))]) if len(within) else None,
         after=int(later[0]) if len(later) else None,
     )
+
+
+def quiet_windows(
+    losses: Float[np.ndarray, " step"],
+    kept: Sequence[int],
+    most: int,
+    seed: int = 0,
+    window_steps: int = EPOCH,
+    factor: float = 5.0,
+    floor: float = 5e-3,
+) -> list[LossSpike]:
+    """The control: windows where nothing spikes, in the form of spikes, in order; at most so many, drawn at random.
+
+    Their loss is below the floor, so that a spike could be seen, and they are `CLEAR` windows from every spike.
+    """
+    means = window_means(losses, window_steps)
+    calm = means < floor
+    calm[:CLEAR] = False  # there must be something before
+    for spike in spikes(means, factor=factor, floor=floor):
+        calm[max(spike.start - CLEAR, 0) : spike.end + CLEAR + 1] = False
+    places = np.flatnonzero(calm)
+    drawn = np.sort(np.random.default_rng(seed).choice(places, min(most, len(places)), replace=False)).tolist()
+    alike = [Spike(place, place, place, float(means[place]), 1.0) for place in drawn]
+    return [_with_snapshots(window, losses, np.asarray(kept), window_steps) for window in alike]
 
 
 def highest(found: Sequence[LossSpike], most: int) -> list[LossSpike]:

@@ -96,8 +96,8 @@ def _integers(end: Trace) -> tuple[int, ...]:
 def representation_step(trace: Trace) -> int | None:
     """When the head has its form: the first step at which more than .9 of the variance lies between classes.
 
-    Between the classes that it has in the end (`class_share`) where those were looked at; otherwise those of the task,
-    in the best gauge.
+    Of the variance of xi's direction; between the classes that it has in the end (`class_share`) where those were
+    looked at, otherwise those of the task in the best gauge.
     """
     head = of_model(trace)
     return first_step((head.class_share if "class_share" in head else head.f_type_gauge) > CLUSTERED_FROM)

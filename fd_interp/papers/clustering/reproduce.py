@@ -21,7 +21,7 @@ from fd_interp.papers.clustering.cases import (
     TOGETHER,
     WIDE_SEEDS,
 )
-from fd_interp.papers.clustering.circuits import PARTIAL, STUCK, circuit, lattice_classes, of_model
+from fd_interp.papers.clustering.circuits import STUCK, circuit, lattice_classes, of_model
 from fd_interp.papers.clustering.ideal import ideal_series
 from fd_interp.papers.clustering.settings import CLUSTERING
 from fd_interp.probes.clustering import class_share
@@ -88,34 +88,33 @@ def _controls(traces: dict[str, list[Trace]], run: Run, seeds: Sequence[int]) ->
     """Where the claims about one run must fail, and where attention is asked instead."""
     paired = evidence_of(traces["clustering"], run)
     of_run = (claims.SOLVED, claims.CLUSTERED)
-    unsolved = [trace for trace in traces["d-2"] if circuit(trace).name in (STUCK, PARTIAL)]
+    stuck = [trace for trace in traces["d-2"] if circuit(trace).name == STUCK]
     untrained = [trace.isel(step=[0]) for trace in traces["d-8"]]
     verdicts = []
     for where, seen, taken_away in (
         ("shuffled", traces["shuffled"], "labels of the training set change places"),
         ("untrained", untrained, "nothing is trained"),
-        ("unsolved", unsolved, "the seed does not solve the task"),
+        ("stuck", stuck, "the seed never leaves the plateau"),
     ):
         evidence = [Evidence(trace, {}) for trace in seen]
         verdicts += [judge_control(claim, evidence, where=where, control=taken_away, paired=paired) for claim in of_run]
-    for name in ("d-2", "d-8"):
-        trace = claims.together(traces[name], seeds[: len(traces[name])])
-        by_mass, by_type = (claims.with_criterion(trace, each) for each in ("informative_mass", "f_type_gauge"))
-        verdicts.append(
-            judge_control(
-                claims.SEPARATES,
-                [Evidence(by_mass, {})],
-                where=name,
-                control="attention on informative positions is the criterion",
-                paired=[Evidence(by_type, {})],
-            )
+    trace = claims.together(traces["d-2"], seeds)
+    by_mass, by_type = (claims.with_criterion(trace, each) for each in ("informative_mass", "f_type_gauge"))
+    verdicts.append(
+        judge_control(
+            claims.SEPARATES,
+            [Evidence(by_mass, {})],
+            where="d-2",
+            control="attention on informative positions is the criterion",
+            paired=[Evidence(by_type, {})],
         )
+    )
     ideal = observe(ideal_series(_task(run)), paper.probes(CLUSTERING))
     return [*verdicts, judge(claims.CLUSTERED, [Evidence(ideal, {})], where="closed-form")]
 
 
 def _with_own_classes(traces: Sequence[Trace], folder: Path, seeds: Sequence[int]) -> list[Trace]:
-    """Where a seed has come to rest on a lattice, also how clustered its head was by the classes of that lattice."""
+    """Where a seed has come to rest on a lattice, how clustered its head was by the classes of that lattice."""
     return [
         _by_own_classes(trace, open_series(folder / f"seed-{seed}")) for trace, seed in zip(traces, seeds, strict=False)
     ]
@@ -123,10 +122,10 @@ def _with_own_classes(traces: Sequence[Trace], folder: Path, seeds: Sequence[int
 
 def _by_own_classes(trace: Trace, series: Series) -> Trace:
     found = circuit(trace)
-    if not found.solved or len(set(found.weights)) < 2:
-        return trace
+    if not found.solved or not any(found.weights):
+        return trace.assign(class_share=trace.f_type_gauge)
     probe = class_share({"its own lattice": lattice_classes(found.weights)}, permutations=1)
-    return trace.assign(class_share=observe(series, [probe]).class_share.drop_vars("by_name"))
+    return trace.assign(class_share=observe(series, [probe]).class_share.isel(by=0, drop=True))
 
 
 def _chance(run: Run, d: int) -> str:
