@@ -27,13 +27,13 @@ bench: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,film,check]'
 	touch $@
 
 $(VENV_TL3)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_TL3)
 	grep -v '^transformer-lens==' constraints.txt > $(VENV_TL3)/constraints.txt
-	$(VENV_TL3)/bin/pip install -q --disable-pip-version-check -c $(VENV_TL3)/constraints.txt 'transformer-lens==3.9.0' -e '.[test]'
+	$(VENV_TL3)/bin/pip install -q --disable-pip-version-check -c $(VENV_TL3)/constraints.txt 'transformer-lens==3.9.0' -e '.[test,film]'
 	touch $@
 
 clean:

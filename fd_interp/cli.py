@@ -61,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     verb(check, "judge the paper's claims on a run")
     reporting = verb(report, "write a page with stages, curves and attention")
     reporting.add_argument("--out", type=Path, help="HTML file (default: report.html in the run directory)")
+    playing = verb(sandbox, "write a page on which every tensor of a learned-query model moves")
+    playing.add_argument("--out", type=Path, help="HTML file (default: sandbox.html in the run directory)")
+    playing.add_argument("--most", type=int, default=200, help="frames at most (default: 200)")
+    playing.add_argument("--png", metavar="FOLDER", type=Path, help="also write each frame as a picture")
+    playing.add_argument("--film", metavar="FILE", type=Path, help="also write an animation (.gif or .webp)")
     viewing = verb(view, "write a page of attention patterns")
     viewing.add_argument("--step", type=int, help="one step (default: a slider over up to 40 of them)")
     viewing.add_argument("--sequence", type=int, default=0, help="which held-out sequence (default: 0)")
@@ -183,6 +188,33 @@ def report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     return _write_page(arguments, page, arguments.out or arguments.run / "report.html")
 
 
+def sandbox(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    """Writes a page that works offline: every tensor of a learned-query model while it learns, with a step slider.
+
+    --png and --film need the optional packages: pip install "fd-interp[film]".
+    """
+    from fd_interp.report.sandbox import recorded, sandbox_page
+    from fd_interp.training.state import LOSSES_FILE, losses_of
+
+    pictures = arguments.png or arguments.film
+    if pictures:
+        from fd_interp.report.film import check_exportable, export
+
+        check_exportable(arguments.film)
+    series, show_progress = _opened(arguments), not arguments.json
+    shown = recorded(series, most=arguments.most, show_progress=show_progress)
+    if len(shown.steps) < shown.kept:
+        spread = f"{len(shown.steps)} of {shown.kept} snapshots are shown, evenly spread among them"
+        print(f"fd-interp: {spread} (--most)", file=sys.stderr)
+    shown = shown._replace(trace=_curves(arguments, series))
+    if (arguments.run / LOSSES_FILE).exists():
+        shown = shown._replace(losses=tuple(losses_of(arguments.run)))
+    if pictures:
+        files = export(shown, pngs=arguments.png, film=arguments.film, show_progress=show_progress)
+        print(f"fd-interp: {len(files)} files with pictures, the last of them {files[-1]}", file=sys.stderr)
+    return _write_page(arguments, sandbox_page(shown), arguments.out or arguments.run / "sandbox.html")
+
+
 def view(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     """Writes a page with the attention patterns of one held-out sequence, over the steps or at one."""
     from fd_interp.report.attention import attention_page
@@ -211,6 +243,24 @@ def _observed(arguments: argparse.Namespace, series: "Series") -> "tuple[Trace, 
         print(f"fd-interp: {unfinished}; what follows is about its steps so far", file=sys.stderr)
     file = results_folder(arguments.run) / TRACE_FILE
     return observed(series, probes_of(series.run), file, show_progress=not arguments.json), file
+
+
+def _curves(arguments: argparse.Namespace, series: "Series") -> "Trace":
+    """What the sandbox draws over the steps: from the trace that `observe` has left, if it has seen every snapshot."""
+    import xarray as xr
+
+    from fd_interp.observation import observe
+    from fd_interp.papers import probes_of
+    from fd_interp.report.sandbox_panels import CURVES
+    from fd_interp.reproduction import TRACE_FILE, results_folder
+
+    file = results_folder(arguments.run) / TRACE_FILE
+    if file.exists():
+        trace = xr.load_dataset(file)
+        if trace.step.values.tolist() == series.steps:
+            return trace
+    drawn = [probe for probe in probes_of(series.run) if probe.variables.keys() & CURVES]
+    return observe(series, drawn, show_progress=not arguments.json)
 
 
 def _run_of(series: "Series") -> Any:

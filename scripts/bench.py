@@ -28,8 +28,9 @@ from torch.nn import functional
 import fd_interp
 from fd_interp.models import lens
 from fd_interp.models.build import trained
-from fd_interp.models.config import Hold, Minimal, OneLayer, Transformer
+from fd_interp.models.config import Hold, LearnedQuery, Minimal, OneLayer, Transformer
 from fd_interp.observation import observe
+from fd_interp.papers.clustering.settings import CLUSTERING, CLUSTERING_2D
 from fd_interp.papers.focus_dilution import ZIPF, probes
 from fd_interp.papers.focus_dilution.settings import MULTI_HEAD
 from fd_interp.papers.incremental.settings import INCREMENTAL
@@ -53,6 +54,8 @@ TRAINED = {
     "training step, loss on all": ALL,
     "minimal model by position, training step": INCREMENTAL,
     "minimal model by token and position, training step": BY_TOKEN,
+    "learned query, two coordinates, training step": CLUSTERING_2D,
+    "learned query, eight coordinates, training step": CLUSTERING,
 }
 
 Contestants = Mapping[str, Callable[[], object]]
@@ -157,6 +160,30 @@ class PlainByTokenAndPosition(PlainMinimal):
         return mixed.flatten(2) @ self.W_V.flatten(0, 1)[:, : self.d_vocab]
 
 
+class PlainLearnedQuery(nn.Module):
+    """The model of a learned query in plain PyTorch, sequence by sequence."""
+
+    def __init__(self, config: LearnedQuery, d_vocab: int, n_ctx: int) -> None:
+        super().__init__()
+        self.eps, self.scale = config.eps, config.d_model**-0.5
+        self.embed = nn.Embedding(d_vocab, config.d_model)
+        self.pos_embed = nn.Parameter(torch.randn(n_ctx, config.d_model))
+        self.query = nn.Parameter(torch.randn(config.d_model))
+        self.value = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.first = nn.Linear(config.d_model, config.d_mlp)
+        self.second = nn.Linear(config.d_mlp, config.d_model)
+
+    def normalized(self, x: Float[Tensor, "*place d_model"]) -> Float[Tensor, "*place d_model"]:
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps)
+
+    def forward(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch one vocab"]:
+        z = self.normalized(self.embed(tokens) + self.pos_embed)
+        pattern = (z @ self.query * self.scale).softmax(-1)
+        xi = self.value((pattern[:, None] @ z)[:, 0])
+        out = xi + self.second(functional.gelu(self.first(self.normalized(xi))))
+        return (out @ self.embed.weight.T)[:, None]
+
+
 def training_step(optimizer: torch.optim.Optimizer, loss_fn: Callable[[], Tensor]) -> Callable[[], None]:
     """One step of training as the loop takes it."""
 
@@ -183,6 +210,8 @@ def plain_model(run: Run) -> nn.Module:
         if run.model.attends_by == "position":
             return PlainByPosition(run, n_ctx, d_vocab)
         return PlainByTokenAndPosition(run, d_vocab + n_ctx, d_vocab + n_ctx)
+    if isinstance(run.model, LearnedQuery):
+        return PlainLearnedQuery(run.model, d_vocab, n_ctx)
     assert isinstance(run.model, OneLayer)
     kind = PlainLastAttention if run.training.loss_on == "last" else PlainAttention
     return kind(d_vocab, n_ctx, run.model.d_model, run.model.d_head, run.model.std)
@@ -215,7 +244,8 @@ def lens_step(run: Run, batch: Batch) -> Callable[[], None]:
 def rivals(run: Run) -> list[tuple[str, Callable[[Run, Batch], Callable[[], None]], float]]:
     """What a step of the run is compared with: its name, a step of it, and the ratio to stay below."""
     plain = ("plain PyTorch", plain_step, 1.0)
-    return [plain] if isinstance(run.model, Minimal) else [plain, ("TransformerLens' own model", lens_step, 0.8)]
+    own = ("TransformerLens' own model", lens_step, 0.8)
+    return [plain, own] if isinstance(run.model, OneLayer) else [plain]
 
 
 def steps(rounds: int) -> list[Row]:

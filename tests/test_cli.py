@@ -37,7 +37,7 @@ HEAVY = {
     "pydantic",
     "rich",
 }
-VERBS = ("list", "train", "observe", "stages", "check", "report", "view")
+VERBS = ("list", "train", "observe", "stages", "check", "report", "view", "sandbox")
 
 
 class Done(NamedTuple):

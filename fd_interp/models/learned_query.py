@@ -66,10 +66,13 @@ def gathered(
     table = (weights.W_pos.unsqueeze(-2) + weights.W_E.unsqueeze(-3)).flatten(-3, -2)  # seed place d_model
     z = _normalized(table, config, "ln1")
     scores = (z @ weights.b_Q.mT) * z.shape[-1] ** -0.5  # seed place 1
-    attention = (scores - scores.amax(-2, keepdim=True).detach()).exp()
+    if "ln1" not in config.normalized:  # otherwise scores are no larger than the query, and have a safe exponential
+        scores = scores - scores.amax(-2, keepdim=True).detach()
+    attention = scores.exp()
     v = z @ weights.W_V.squeeze(-3)
     summed = one_hot @ torch.cat([attention * v, attention], -1)
-    return summed[..., :-1] / summed[..., -1:]
+    values, total = summed.split([v.shape[-1], 1], -1)
+    return values / total
 
 
 def mlp(
@@ -97,8 +100,7 @@ def one_hot_places(
     tokens: Int[Tensor, "batch position"], d_vocab: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch place"]:
     """Ones among zeros; the place of a token is `position * d_vocab + token`."""
-    places = tokens.new_zeros(*tokens.shape, d_vocab, dtype=dtype)
-    return places.scatter_(2, tokens[..., None], 1.0).flatten(1)
+    return functional.embedding(tokens, torch.eye(d_vocab, dtype=dtype, device=tokens.device)).flatten(1)
 
 
 class LearnedQueryAttention(PaperModel):

@@ -15,6 +15,8 @@ from fd_interp.training.series import Series
 COLOURS = ("#0b4f9e", "#c4501b", "#2d7d46", "#7b4ba0", "#a8861a", "#4aa3b5", "#b03060", "#666666")
 SHADES = ("#eef3fa", "#fdf1e7", "#eef7ef", "#f5effa")
 INK, GRID = "#222", "#e4e4e4"
+LEGEND_LINE, LEGEND_MARK = 75, 9
+"""Letters in a line of a legend, and how many of them the mark of an entry takes."""
 MOST_TOKENS = 8
 """Tokens that get a line of their own where every token has one."""
 
@@ -35,6 +37,8 @@ class Panel(NamedTuple):
     log_y: bool = False
     levels: tuple[tuple[str, float], ...] = ()
     """Horizontal reference lines, by name."""
+    log_x: bool = True
+    """Whether steps are drawn on a logarithmic axis; not where all happens late."""
 
 
 def by_token(
@@ -48,12 +52,12 @@ def by_token(
 def panel_figure(
     panel: Panel, seeds: Sequence[Trace], stages: Sequence[Stage] = (), predicted: Sequence[Trace] = ()
 ) -> go.Figure:
-    """One panel over a logarithmic axis of steps.
+    """One panel over the steps.
 
     The first seed is drawn strongly, the others faintly; the theory is that of the first seed, where it has a curve.
     """
     figure = go.Figure()
-    _shade(figure, stages)
+    _shade(figure, stages, panel.log_x)
     for number, curve in enumerate(panel.curves):
         colour = COLOURS[number % len(COLOURS)]
         for order, seed in enumerate(seeds):
@@ -67,12 +71,19 @@ def panel_figure(
             annotation={"text": name, "font": {"size": 10, "color": "#777"}},
             annotation_position="top left",
         )
-    figure.update_xaxes(type="log", gridcolor=GRID, title="step", range=np.log10(_range(seeds)))
+    steps = {"type": "log", "range": np.log10(_range(seeds))} if panel.log_x else {"range": _range(seeds)}
+    figure.update_xaxes(gridcolor=GRID, title="step", **steps)
     figure.update_yaxes(type="log" if panel.log_y else "linear", gridcolor=GRID, zeroline=False)
-    title = {"text": panel.title, "font": {"size": 14}, "x": 0.02}
+    title = {"text": panel.title, "font": {"size": 14}, "x": 0.02, "y": 1, "yanchor": "top", "pad": {"t": 12}}
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}}
-    figure.update_layout(height=330, title=title, legend=legend, **_look(top=85))
+    lines = _legend_lines([curve.label for curve in panel.curves])
+    figure.update_layout(height=310 + 20 * lines, title=title, legend=legend, **_look(top=65 + 20 * lines))
     return figure
+
+
+def _legend_lines(labels: Sequence[str]) -> int:
+    """How many lines a legend above half of a page takes, about."""
+    return -(-sum(len(label) + LEGEND_MARK for label in labels) // LEGEND_LINE)
 
 
 def head_figure(seeds: Sequence[Trace], variables: Sequence[str]) -> go.Figure:
@@ -223,7 +234,7 @@ def _line(curve: Curve, trace: Trace, colour: str, *, strong: bool = False, dash
     )
 
 
-def _shade(figure: go.Figure, stages: Sequence[Stage]) -> None:
+def _shade(figure: go.Figure, stages: Sequence[Stage], log_x: bool) -> None:
     for number, stage in enumerate(stages):
         if stage.start is None or stage.end is None:
             continue
@@ -234,8 +245,9 @@ def _shade(figure: go.Figure, stages: Sequence[Stage]) -> None:
             layer="below",
             line_width=0,
         )
+        start = max(stage.start, 1)
         figure.add_annotation(
-            x=np.log10(max(stage.start, 1)),  # annotations of a logarithmic axis are placed by exponent
+            x=np.log10(start) if log_x else start,  # annotations of a logarithmic axis are placed by exponent
             y=1,
             yref="paper",
             text=stage.name.split()[0],

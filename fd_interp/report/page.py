@@ -32,6 +32,8 @@ class Section:
     wide_figures: Sequence[go.Figure] = ()
     view: tuple[Sequence[str], Sequence[attention.AttentionFrame]] | None = None
     """Tokens of one sequence and its patterns over the steps."""
+    links: Sequence[tuple[str, str]] = ()
+    """Pages and files beside this one: what they are, and their path from here."""
 
 
 @dataclass(frozen=True)

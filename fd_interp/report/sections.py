@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import ModuleType
 
+from fd_interp.models.learned_query import LearnedQueryAttention
 from fd_interp.observation import Trace
 from fd_interp.report.figures import panel_figure
 from fd_interp.report.page import Section
@@ -28,5 +29,6 @@ def run_section(
     theory = [paper.shown(trace).sel(step=slice(0, last)) for trace in predicted]
     curves = [paper.shown(seed) for seed in seeds]
     small = [panel_figure(panel, curves, stages, theory) for panel in paper.panels(series)]
-    view = attention_of(series, spread_steps(series))
+    one_query = isinstance(series.build(), LearnedQueryAttention)  # which is one row, and shown with the figures
+    view = None if one_query else attention_of(series, spread_steps(series))
     return Section(title, text, stages, small, paper.wide_figures(series), view)

@@ -5,7 +5,7 @@ model of more than two coordinates is projected. A `Frame` is what one snapshot 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -121,9 +121,10 @@ def view_of(snapshots: Sequence[lens.Weights], config: LearnedQuery, task: Spars
     gauge = int(best_gauge(listened, task.prefixes(judged), task.gauges).gauge)
     tokens = _probes(task, gauge)
     classes = task.gauges[gauge][task.prefixes(tokens)]
-    planes = (_principal(seen[_RESID_PRE].flatten(0, 1), 2), _output_plane(listened, seen[_OUT][:, 0]))
     if config.d_model == 2:
-        planes = (torch.eye(2).to(listened),) * 2
+        early = late = torch.eye(2).to(listened)
+    else:
+        early, late = _principal(seen[_RESID_PRE].flatten(0, 1), 2), _output_plane(listened, seen[_OUT][:, 0])
     clouds = [_activations(_model(weights, config, task), tokens) for weights in snapshots]
     matrices = last.matrices()
     weight = matrices.W_in.norm(dim=0) * matrices.W_out.norm(dim=1)
@@ -135,9 +136,10 @@ def view_of(snapshots: Sequence[lens.Weights], config: LearnedQuery, task: Spars
         tuple("".join(map(str, sorted(of_class.tolist()))) for of_class in _first_of_each(task)),
         _class_labels(task, gauge),
         weight.topk(min(MOST_NEURONS, config.d_mlp)).indices.sort().values,
-        *planes,
-        window_of(_numpy(torch.cat([cloud[_XI][:, 0] @ planes[1] for cloud in clouds]))),
-        window_of(_numpy(torch.cat([cloud[_OUT][:, 0] @ planes[1] for cloud in clouds]))),
+        early,
+        late,
+        window_of(_numpy(torch.stack([cloud[_XI][:, 0] @ late for cloud in clouds]))),
+        window_of(_numpy(torch.stack([cloud[_OUT][:, 0] @ late for cloud in clouds]))),
     )
 
 
@@ -200,10 +202,14 @@ def grid_points(window: Window) -> tuple[Float32[np.ndarray, " grid"], Float32[n
     return window.left + across * along, window.bottom + up * along
 
 
-def window_of(points: Float[np.ndarray, "point 2"], tail: float = 0.005) -> Window:
-    """A square with the origin in it, and with the points but for that share at each edge."""
-    edges = np.quantile(points, [tail, 1 - tail], axis=0)
-    low, high = np.minimum(edges[0], 0), np.maximum(edges[1], 0)
+def window_of(points: Float[np.ndarray, "frame point 2"], tail: float = 0.02) -> Window:
+    """A square with the origin in it, and with all points, but for frames in which they are far out.
+
+    Args:
+        tail: share of such frames at each edge; they are those of a loss spike, for which everything would be small.
+    """
+    low = np.minimum(np.quantile(points.min(1), tail, axis=0), 0)
+    high = np.maximum(np.quantile(points.max(1), 1 - tail, axis=0), 0)
     middle, reach = (low + high) / 2, 0.6 * float(max(*(high - low), 1e-3))
     x, y = middle.tolist()
     return Window(x - reach, x + reach, y - reach, y + reach)
@@ -229,7 +235,7 @@ def _answers(
     """Logits for the sequences that are shown, or with an activation replaced by others."""
     count = max([len(value) for value in replaced.values()], default=0)
     tokens = view.tokens[:1].expand(count, -1) if replaced else view.tokens
-    hooks = [(name, lambda _, hook, value=value: value[:, None]) for name, value in replaced.items()]
+    hooks: list[Any] = [(name, lambda _, hook, value=value: value[:, None]) for name, value in replaced.items()]
     return model.run_with_hooks(tokens, fwd_hooks=hooks)[:, 0]
 
 
@@ -252,7 +258,7 @@ def _class_means(law: Float[Tensor, "probe vocab"], view: View) -> Float32[np.nd
 
 
 def _probes(task: SparseModularAddition, gauge: int) -> Int[Tensor, "probe position"]:
-    """Prefixes in the order of their classes, each with suffixes of its own; some of each class where there are many."""
+    """Prefixes in the order of their classes, some of each where there are many, each with suffixes of its own."""
     classes = task.gauges[gauge]
     order = classes.argsort(stable=True)
     ranks = torch.arange(len(order)) - torch.searchsorted(classes[order], classes[order])
