@@ -54,7 +54,7 @@ def jobs_of(case: str, run: Run, seeds: Sequence[int], out: Path, *, together: i
     """The seeds of a case, so many of them at a time in one ensemble."""
     groups = [seeds[first : first + together] for first in range(0, len(seeds), together)]
     return [
-        Job(case, [_seeded(run, seed) for seed in group], [out / case / f"seed-{seed}" for seed in group])
+        Job(case, [seeded(run, seed) for seed in group], [out / case / f"seed-{seed}" for seed in group])
         for group in groups
     ]
 
@@ -74,7 +74,7 @@ def traces_of_jobs(jobs: Sequence[Job], probes_of: Callable[[Run], list[Probe]])
     return traces
 
 
-def _seeded(run: Run, seed: int) -> Run:
+def seeded(run: Run, seed: int) -> Run:
     """The run with another seed, and where its training set is finite, with another one."""
     task = run.task
     if isinstance(task, HighOrderMarkov | SparseModularAddition) and task.sequences is not None:

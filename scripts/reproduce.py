@@ -18,6 +18,8 @@ from fd_interp.claims import Verdict
 from fd_interp.command import exit_status
 from fd_interp.config import InputError
 from fd_interp.papers.clustering import reproduce as clustering
+from fd_interp.papers.clustering import spikes as clustering_spikes
+from fd_interp.papers.clustering import transfer as clustering_transfer
 from fd_interp.papers.focus_dilution import reproduce as focus_dilution
 from fd_interp.papers.incremental import reproduce as incremental
 from fd_interp.report.page import report_page
@@ -39,6 +41,8 @@ REPRODUCTIONS = {
     "incremental": Reproduction(incremental.on_small_chains, seeds=5),
     "incremental-paper": Reproduction(incremental.at_the_size_of_the_paper, seeds=1),
     "clustering": Reproduction(clustering.on_seeds, seeds=32),
+    "clustering-spikes": Reproduction(clustering_spikes.on_spikes, seeds=12),
+    "clustering-transfer": Reproduction(clustering_transfer.on_transfer, seeds=32),
 }
 
 

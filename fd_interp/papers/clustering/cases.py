@@ -1,7 +1,7 @@
 """What is run to reproduce this paper, and on how many seeds."""
 
 from fd_interp.papers.clustering.settings import CLUSTERING, CLUSTERING_2D, PAPER, STEPS_PER_EPOCH
-from fd_interp.training.run import Every, Given, Run
+from fd_interp.training.run import Every, Run
 
 TOGETHER = 16
 """Seeds in one ensemble: half of the paper's, so that two cores share them."""
@@ -27,7 +27,7 @@ D_8 = _lasting(CLUSTERING, WIDE_EPOCHS, every=2)
 SHUFFLED = CLUSTERING.model_copy(
     update={
         "task": CLUSTERING.task.model_copy(update={"shuffled": True}),
-        "keep": CLUSTERING.keep.model_copy(update={"at": Given()}),
+        "keep": CLUSTERING.keep.model_copy(update={"at": Every(stride=CLUSTERING.training.steps)}),
     }
 )
 """Control: the labels of the training set change places."""

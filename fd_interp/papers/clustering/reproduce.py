@@ -1,6 +1,6 @@
 """What is reproduced of this paper: the named runs, all seeds of two settings, controls, verdicts and the report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +8,7 @@ import torch
 
 from fd_interp.claims import Claim, Evidence, Verdict, judge, judge_control
 from fd_interp.measures.clustering import chance_type
+from fd_interp.models.config import LearnedQuery
 from fd_interp.observation import Trace, observe
 from fd_interp.overrides import override
 from fd_interp.papers import clustering as paper
@@ -21,12 +22,11 @@ from fd_interp.papers.clustering.cases import (
     TOGETHER,
     WIDE_SEEDS,
 )
-from fd_interp.papers.clustering.circuits import STUCK, circuit, lattice_classes, of_model
+from fd_interp.papers.clustering.circuits import STUCK, Circuit, circuit, lattice_classes, of_model
 from fd_interp.papers.clustering.ideal import ideal_series
-from fd_interp.papers.clustering.settings import CLUSTERING
 from fd_interp.probes.clustering import class_share
-from fd_interp.report.page import Report
-from fd_interp.reproduction import Results, evidence_of, jobs_of, judged, summary, traces_of_jobs, versions
+from fd_interp.report.page import Report, Section
+from fd_interp.reproduction import Job, Results, evidence_of, jobs_of, judged, summary, traces_of_jobs, versions
 from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic, open_series
@@ -51,15 +51,15 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
         traces[name] = _with_own_classes(traces[name], out / name, seeds)
         verdicts += _of_all(name, traces[name], seeds, claimed)
     verdicts += _controls(traces, named["clustering"], seeds)
-    _write_table(traces, out)
 
-    circuits = {name: [circuit(trace) for trace in traces[name]] for name in settings}
-    mass = {name: [float(of_model(trace).informative_mass[-1]) for trace in traces[name]] for name in settings}
+    by_seed = {case: dict(zip(_seeds_of(jobs, case), seen, strict=True)) for case, seen in traces.items()}
+    circuits = {case: {seed: circuit(trace) for seed, trace in seen.items()} for case, seen in by_seed.items()}
+    _write_table(circuits, out)
     shown = [
-        *(sections.of_run(out, name, traces[name]) for name in named),
-        sections.of_seeds("The paper's setting", sections.D_2_TEXT, circuits["d-2"], mass["d-2"], _chance(D_2, 2)),
+        *(sections.of_run(out / name / f"seed-{run.seed}", name, traces[name]) for name, run in named.items()),
+        _of_setting("The paper's setting", sections.D_2_TEXT, by_seed["d-2"], settings["d-2"]),
         sections.of_stages(circuits["d-2"]),
-        sections.of_seeds("Eight coordinates", sections.D_8_TEXT, circuits["d-8"], mass["d-8"], _chance(D_8, 8)),
+        _of_setting("Eight coordinates", sections.D_8_TEXT, by_seed["d-8"], settings["d-8"]),
     ]
     report = Report(paper.TITLE, paper.PAPER, summary(verdicts, seeds), verdicts, shown, versions())
     return Results(verdicts, report)
@@ -78,6 +78,16 @@ def _of_all(name: str, traces: Sequence[Trace], seeds: Sequence[int], two_ways: 
     verdicts = [_judge(claim, trace, name) for claim in asked]
     by_type = claims.with_criterion(trace, "f_type_gauge")
     return [*verdicts, _judge(claims.SEPARATES, by_type, name)]
+
+
+def _of_setting(title: str, text: str, traces: Mapping[int, Trace], run: Run) -> Section:
+    circuits = {seed: circuit(trace) for seed, trace in traces.items()}
+    mass = {seed: float(of_model(trace).informative_mass[-1]) for seed, trace in traces.items()}
+    return sections.of_seeds(title, text, circuits, mass, _chance(run))
+
+
+def _seeds_of(jobs: Sequence[Job], case: str) -> list[int]:
+    return [run.seed for job in jobs if job.case == case for run in job.runs]
 
 
 def _judge(claim: Claim, trace: Trace, where: str) -> Verdict:
@@ -109,7 +119,7 @@ def _controls(traces: dict[str, list[Trace]], run: Run, seeds: Sequence[int]) ->
             paired=[Evidence(by_type, {})],
         )
     )
-    ideal = observe(ideal_series(_task(run)), paper.probes(CLUSTERING))
+    ideal = observe(ideal_series(_task(run)), paper.probes(run))
     return [*verdicts, judge(claims.CLUSTERED, [Evidence(ideal, {})], where="closed-form")]
 
 
@@ -128,10 +138,11 @@ def _by_own_classes(trace: Trace, series: Series) -> Trace:
     return trace.assign(class_share=observe(series, [probe]).class_share.isel(by=0, drop=True))
 
 
-def _chance(run: Run, d: int) -> str:
+def _chance(run: Run) -> str:
     """What the best gauge finds in random points, in a sentence."""
+    assert isinstance(run.model, LearnedQuery)
     gauges = _task(run).gauges
-    drawn = chance_type(gauges.shape[1], d, gauges, DRAWS_OF_CHANCE, torch.Generator().manual_seed(0))
+    drawn = chance_type(gauges.shape[1], run.model.d_model, gauges, DRAWS_OF_CHANCE, torch.Generator().manual_seed(0))
     mean, high, most = drawn.mean().item(), drawn.quantile(0.95).item(), drawn.max().item()
     return (
         f"By chance: {gauges.shape[1]} random prefixes have {mean:.3f} of their variance between classes in the best "
@@ -144,7 +155,7 @@ def _task(run: Run) -> SparseModularAddition:
     return run.task
 
 
-def _write_table(traces: dict[str, list[Trace]], out: Path) -> None:
-    tables = [sections.table([circuit(trace) for trace in seen], case) for case, seen in traces.items()]
+def _write_table(circuits: Mapping[str, Mapping[int, Circuit]], out: Path) -> None:
+    tables = [sections.table(seen, case) for case, seen in circuits.items()]
     with atomic(out / SEEDS_FILE) as partial:
         pd.concat(tables).to_csv(partial, index=False)

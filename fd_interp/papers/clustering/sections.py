@@ -1,6 +1,6 @@
 """The sections of the report on this paper, with what to look for in each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -42,17 +42,15 @@ STAGES_TEXT = (
 )
 
 
-def of_run(out: Path, case: str, traces: Sequence[Trace]) -> Section:
+def of_run(directory: Path, case: str, traces: Sequence[Trace]) -> Section:
     """Curves, stages and attention of one of the named runs."""
     title, text = TEXTS[case]
-    seed = next((out / case).glob("seed-*"))
-    return run_section(paper, title, text, open_series(seed), traces)
+    return run_section(paper, title, text, open_series(directory), traces)
 
 
-def of_seeds(title: str, text: str, circuits: Sequence[Circuit], mass: Sequence[float], chance: str) -> Section:
+def of_seeds(title: str, text: str, circuits: Mapping[int, Circuit], mass: Mapping[int, float], chance: str) -> Section:
     """Every seed of a setting: what it has become, and what attention says of it."""
-    names = list(dict.fromkeys(sorted(one.name for one in circuits)))
-    seeds = list(enumerate(circuits))
+    names, seeds = sorted({one.name for one in circuits.values()}), circuits.items()
     by_name = {
         name: [(one.f_type, one.accuracy, _label(seed, one)) for seed, one in seeds if one.name == name]
         for name in names
@@ -66,7 +64,7 @@ def of_seeds(title: str, text: str, circuits: Sequence[Circuit], mass: Sequence[
             "Attention tells nothing", "attention on informative positions", "variance between classes", attended
         ),
     ]
-    return Section(title, f"{text} {counted(circuits)} {chance}", figures=figures)
+    return Section(title, f"{text} {counted(list(circuits.values()))} {chance}", figures=figures)
 
 
 def counted(circuits: Sequence[Circuit]) -> str:
@@ -75,9 +73,9 @@ def counted(circuits: Sequence[Circuit]) -> str:
     return "Of " + str(len(circuits)) + " seeds: " + ", ".join(f"{n} {name}" for name, n in names.items()) + "."
 
 
-def of_stages(circuits: Sequence[Circuit]) -> Section:
+def of_stages(circuits: Mapping[int, Circuit]) -> Section:
     """When representation and classifier came, in the seeds that solve the task."""
-    solved = [(seed, one) for seed, one in enumerate(circuits) if one.solved]
+    solved = [(seed, one) for seed, one in circuits.items() if one.solved]
     points = {
         name: [
             (one.representation, one.classifier, _label(seed, one))
@@ -95,10 +93,10 @@ def _label(seed: int, one: Circuit) -> str:
     return f"seed {seed}: {one.name}{weights}"
 
 
-def table(circuits: Sequence[Circuit], case: str) -> pd.DataFrame:
+def table(circuits: Mapping[int, Circuit], case: str) -> pd.DataFrame:
     """A row for each seed."""
-    rows = [one._asdict() | {"weights": " ".join(map(str, one.weights))} for one in circuits]
+    rows = [one._asdict() | {"weights": " ".join(map(str, one.weights))} for one in circuits.values()]
     frame = pd.DataFrame(rows).rename(columns={"name": "circuit"})
     frame.insert(0, "case", case)
-    frame.insert(1, "seed", range(len(rows)))
+    frame.insert(1, "seed", list(circuits))
     return frame
