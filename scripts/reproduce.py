@@ -41,7 +41,7 @@ REPRODUCTIONS = {
     "incremental": Reproduction(incremental.on_small_chains, seeds=5),
     "incremental-paper": Reproduction(incremental.at_the_size_of_the_paper, seeds=1),
     "clustering": Reproduction(clustering.on_seeds, seeds=32),
-    "clustering-spikes": Reproduction(clustering_spikes.on_spikes, seeds=12),
+    "clustering-spikes": Reproduction(clustering_spikes.on_spikes, seeds=19),
     "clustering-transfer": Reproduction(clustering_transfer.on_transfer, seeds=32),
 }
 

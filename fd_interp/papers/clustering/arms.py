@@ -18,8 +18,9 @@ from fd_interp.training.run import SGD, AdamW, Every, Keep, Run, Start
 from fd_interp.training.series import Series, read_tensors, write_tensors
 from fd_interp.training.state import snapshot_name
 
-SOLVING = (2, 3, 5, 6, 8, 14, 17, 18, 20, 21, 25, 27)
-"""Seeds of the paper's setting that solve the task within the first 600 epochs."""
+SOLVING = (36, 43, 44, 47, 48, 49, 63, 2, 3, 5, 6, 8, 14, 17, 18, 20, 21, 25, 27)
+"""Those of the first 64 seeds that solve the task within 600 epochs. What is claimed of the arms was settled on those
+below 32; the others are first, so that fewer seeds are seeds that nothing was settled on."""
 FORK, LASTING, SETTLING = 0.6, 0.3, 0.1
 """Shares of the training of a seed: when arms go on from it, for how long, and how much of that is left out because the
 change is new. Epochs 600, 300 and 100 of the paper's thousand."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import joblib
 import pandas as pd
 import torch
 
@@ -26,10 +28,11 @@ from fd_interp.papers.clustering.circuits import STUCK, Circuit, circuit, lattic
 from fd_interp.papers.clustering.ideal import ideal_series
 from fd_interp.probes.clustering import class_share
 from fd_interp.report.page import Report, Section
+from fd_interp.report.sandbox import recorded, sandbox_page
 from fd_interp.reproduction import Job, Results, evidence_of, jobs_of, judged, summary, traces_of_jobs, versions
 from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.run import Run
-from fd_interp.training.series import Series, atomic, open_series
+from fd_interp.training.series import atomic, open_series
 
 DRAWS_OF_CHANCE = 2000
 SEEDS_FILE = "seeds.csv"
@@ -56,13 +59,21 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
     circuits = {case: {seed: circuit(trace) for seed, trace in seen.items()} for case, seen in by_seed.items()}
     _write_table(circuits, out)
     shown = [
-        *(sections.of_run(out / name / f"seed-{run.seed}", name, traces[name]) for name, run in named.items()),
+        *(_of_run(out, name, run, traces[name]) for name, run in named.items()),
         _of_setting("The paper's setting", sections.D_2_TEXT, by_seed["d-2"], settings["d-2"]),
-        sections.of_stages(circuits["d-2"]),
+        sections.of_stages(circuits["d-2"], circuits["d-8"]),
         _of_setting("Eight coordinates", sections.D_8_TEXT, by_seed["d-8"], settings["d-8"]),
     ]
     report = Report(paper.TITLE, paper.PAPER, summary(verdicts, seeds), verdicts, shown, versions())
     return Results(verdicts, report)
+
+
+def _of_run(out: Path, name: str, run: Run, traces: Sequence[Trace]) -> Section:
+    """Of a named run, with a link to its sandbox, which is written beside the report."""
+    directory, page = out / name / f"seed-{run.seed}", f"sandbox-{name}.html"
+    with atomic(out / page) as partial:
+        partial.write_text(sandbox_page(recorded(open_series(directory))), encoding="utf-8")
+    return sections.of_run(directory, name, traces, page)
 
 
 def _of_named(run: Run, traces: Sequence[Trace], name: str) -> list[Verdict]:
@@ -70,11 +81,11 @@ def _of_named(run: Run, traces: Sequence[Trace], name: str) -> list[Verdict]:
 
 
 def _of_all(name: str, traces: Sequence[Trace], seeds: Sequence[int], two_ways: Claim) -> list[Verdict]:
-    """The claims about all seeds of a setting."""
+    """The claims about all seeds of a setting; in more coordinates the order of the stages is only reported."""
     trace = claims.together(traces, seeds[: len(traces)])
-    asked = (two_ways, claims.TWO_STAGES, claims.STUCK_UNCLUSTERED)
+    asked = (two_ways, claims.STUCK_UNCLUSTERED)
     if name == "d-2":
-        asked = (claims.SOLVED_SHARE, *asked)
+        asked = (claims.SOLVED_SHARE, *asked, claims.TWO_STAGES)
     verdicts = [_judge(claim, trace, name) for claim in asked]
     by_type = claims.with_criterion(trace, "f_type_gauge")
     return [*verdicts, _judge(claims.SEPARATES, by_type, name)]
@@ -125,17 +136,19 @@ def _controls(traces: dict[str, list[Trace]], run: Run, seeds: Sequence[int]) ->
 
 def _with_own_classes(traces: Sequence[Trace], folder: Path, seeds: Sequence[int]) -> list[Trace]:
     """Where a seed has come to rest on a lattice, how clustered its head was by the classes of that lattice."""
-    return [
-        _by_own_classes(trace, open_series(folder / f"seed-{seed}")) for trace, seed in zip(traces, seeds, strict=False)
-    ]
+    workers: Any = joblib.Parallel(n_jobs=-1)
+    return workers(
+        joblib.delayed(_by_own_classes)(trace, folder.resolve() / f"seed-{seed}")
+        for trace, seed in zip(traces, seeds, strict=False)
+    )
 
 
-def _by_own_classes(trace: Trace, series: Series) -> Trace:
+def _by_own_classes(trace: Trace, directory: Path) -> Trace:
     found = circuit(trace)
     if not found.solved or not any(found.weights):
         return trace.assign(class_share=trace.f_type_gauge)
     probe = class_share({"its own lattice": lattice_classes(found.weights)}, permutations=1)
-    return trace.assign(class_share=observe(series, [probe]).class_share.isel(by=0, drop=True))
+    return trace.assign(class_share=observe(open_series(directory), [probe]).class_share.isel(by=0, drop=True))
 
 
 def _chance(run: Run) -> str:

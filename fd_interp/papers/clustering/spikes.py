@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 import xarray as xr
 
 from fd_interp.claims import Claim, Evidence, Finding, Verdict, judge, judge_control
-from fd_interp.observation import Trace
+from fd_interp.config import InputError
+from fd_interp.observation import Probe, Trace
 from fd_interp.overrides import override
 from fd_interp.papers import clustering as paper
 from fd_interp.papers.clustering.arms import (
@@ -38,14 +39,16 @@ from fd_interp.probes.spikes import (
 )
 from fd_interp.report.figures import COLOURS, GRID, scatter_figure
 from fd_interp.report.page import Report, Section
-from fd_interp.reproduction import Results, seeded, summary, versions
+from fd_interp.reproduction import Job, Results, jobs_of, seeded, summary, versions
 from fd_interp.training.ensemble import train_together
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic, open_series
 
 T = TypeVar("T")
-MOST = 4
+MOST = 2
 """Spikes looked at in each seed, the highest, and as many windows without one."""
+TOGETHER = 10
+"""Seeds in one ensemble, so that two cores share them."""
 W_IN = "blocks.0.mlp.W_in"
 RISE = 3.0
 """How many times the sharpness before a spike counts as having shot up."""
@@ -58,13 +61,13 @@ def on_spikes(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resu
     out = out.resolve()  # arms start from snapshots that are named with their path
     chosen = SOLVING[: len(seeds)]
     base = override(BASE, overrides)
+    _in_parallel(_trained, jobs_of("base", base, chosen, out, together=TOGETHER))
     folders = [out / "base" / f"seed-{seed}" for seed in chosen]
-    trained = train_together([seeded(base, seed) for seed in chosen], folders)
+    spikes = _table(_in_parallel(_measured, folders, where=_spikes))
+    quiet = _table(_in_parallel(_measured, folders, where=_quiet))
+    by_w_in = _table(_in_parallel(_halved_w_in, folders))
     rates = dict(zip(ARMS, _in_parallel(_rates, list(ARMS), base=base, seeds=chosen, out=out), strict=True))
     found = effects(rates)
-    spikes = _table(_in_parallel(_measured, trained, quiet=False))
-    quiet = _table(_in_parallel(_measured, trained, quiet=True))
-    by_w_in = _table(_in_parallel(_measured, trained, quiet=False, halved=W_IN))
     _write(spikes, out / "spikes.csv")
     _write(_of_arms(rates, chosen), out / "arms.csv")
 
@@ -97,23 +100,49 @@ def _rates(name: str, *, base: Run, seeds: Sequence[int], out: Path) -> list[flo
     return [spikes_per_100_epochs(one, epochs(base, SETTLING)) for one in series]
 
 
-def _measured(series: Series, *, quiet: bool, halved: str = W_V) -> pd.DataFrame:
-    """What is seen around the highest spikes of a seed, or around as many windows without one."""
+def _trained(job: Job) -> None:
+    train_together(job.runs, job.directories, show_progress=False)
+
+
+Where = Callable[[Series], list[LossSpike]]
+
+
+def _spikes(series: Series) -> list[LossSpike]:
+    return highest(loss_spikes(training_losses(series), series.steps), MOST)
+
+
+def _quiet(series: Series) -> list[LossSpike]:
+    return quiet_windows(training_losses(series), series.steps, MOST)
+
+
+def _measured(directory: Path, *, where: Where) -> pd.DataFrame:
+    """What is seen at some places of the training of a seed."""
+    series = open_series(directory)
     assert series.run is not None
-    losses = training_losses(series)
-    places: list[LossSpike] = (
-        quiet_windows(losses, series.steps, MOST) if quiet else highest(loss_spikes(losses, series.steps), MOST)
-    )
-    asked = [halving(series.run, halved)]
-    if halved == W_V:
-        asked += [loss_curvature(series.run), movement()]
+    asked = [halving(series.run, W_V), loss_curvature(series.run), movement()]
+    return _seen(series, asked, where(series))
+
+
+def _halved_w_in(directory: Path) -> pd.DataFrame:
+    """What halving W_in does before the spikes."""
+    series = open_series(directory)
+    assert series.run is not None
+    before = [spike._replace(at=None, after=None) for spike in _spikes(series)]
+    return _seen(series, [halving(series.run, W_IN)], before)
+
+
+def _seen(series: Series, asked: Sequence[Probe], places: Sequence[LossSpike]) -> pd.DataFrame:
+    assert series.run is not None
     table = spike_table(observe_spikes(series, asked, places), W_V)
     table.insert(0, "seed", series.run.seed)
     return table
 
 
 def _table(of_seeds: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat([table for table in of_seeds if len(table)], ignore_index=True)
+    seen = [table for table in of_seeds if len(table)]
+    if not seen:
+        raise InputError("no seed's loss spikes, so there is nothing to look at; train for longer (--training.steps)")
+    return pd.concat(seen, ignore_index=True)
 
 
 def _sharpness_up(evidence: Evidence) -> Finding:
