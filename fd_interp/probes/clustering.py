@@ -173,6 +173,8 @@ Classes = Callable[[Batch], Int[Tensor, "batch query"]]
 def class_share(by: Mapping[str, Classes], permutations: int = PERMUTATIONS, seed: int = 0) -> Probe:
     """Whether any head of any model maps inputs of one class to one place: the share of variance between classes.
 
+    A query behind the sequence, like that of `LearnedQuery`, stands for the last one.
+
     Args:
         by: the ways to class inputs that are asked about, by name.
         permutations: how often the classes are permuted, for a share to compare with.
@@ -187,11 +189,12 @@ def class_share(by: Mapping[str, Classes], permutations: int = PERMUTATIONS, see
         shares, permuted = [], []
         for name, classes in by.items():
             of_query = seen.once(f"classes by {name}", lambda classes=classes: classes(seen.batch))
-            asked, last = of_query.flatten() >= 0, of_query.shape[1]
+            last = min(of_query.shape[1], seen.activations("z")[0].shape[1])
+            labels = of_query[:, -last:].flatten()
+            asked = labels >= 0
             written = _both_forms(torch.stack([_by_query(z[:, -last:]) for z in seen.activations("z")])[:, :, asked])
-            labels = of_query.flatten()[asked]
-            shares.append(clustering.between_class_share(written, labels))
-            permuted.append(clustering.permuted_shares(written, labels, permutations, generator).amax(-1))
+            shares.append(clustering.between_class_share(written, labels[asked]))
+            permuted.append(clustering.permuted_shares(written, labels[asked], permutations, generator).amax(-1))
         return {"class_share": torch.stack(shares, -1), "class_share_permuted": torch.stack(permuted, -1)}
 
     dims, names = (*BY_FORM, "by"), {"form": FORMS, "by": list(by)}

@@ -71,7 +71,7 @@ def panel_figure(
             annotation={"text": name, "font": {"size": 10, "color": "#777"}},
             annotation_position="top left",
         )
-    steps = {"type": "log", "range": np.log10(_range(seeds))} if panel.log_x else {"range": _range(seeds)}
+    steps: Any = {"type": "log", "range": np.log10(_range(seeds))} if panel.log_x else {"range": _range(seeds)}
     figure.update_xaxes(gridcolor=GRID, title="step", **steps)
     figure.update_yaxes(type="log" if panel.log_y else "linear", gridcolor=GRID, zeroline=False)
     title = {"text": panel.title, "font": {"size": 14}, "x": 0.02, "y": 1, "yanchor": "top", "pad": {"t": 12}}
@@ -161,7 +161,7 @@ def scatter_figure(
     title: str,
     x_title: str,
     y_title: str,
-    groups: Mapping[str, Sequence[tuple[float, float, str]]],
+    groups: Mapping[str, Sequence[tuple[float | int, float | int, str]]],
     *,
     diagonal: bool = False,
 ) -> go.Figure:

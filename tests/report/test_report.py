@@ -13,6 +13,7 @@ from fd_interp.claims import Verdict
 from fd_interp.config import InputError
 from fd_interp.observation import Trace, observe
 from fd_interp.papers import focus_dilution, probes_of
+from fd_interp.papers.clustering.ideal import ideal_series
 from fd_interp.report.attention import AttentionFrame, attention_fragment, bundle_script, plotly_script
 from fd_interp.report.figures import (
     COLOURS,
@@ -26,12 +27,14 @@ from fd_interp.report.figures import (
     panel_figure,
     points_figure,
     row_cosine_figure,
+    scatter_figure,
     to_html,
 )
 from fd_interp.report.page import MOST_COLUMNS, Report, Section, report_page
 from fd_interp.report.sections import run_section
 from fd_interp.report.views import attention_of, spread_steps
 from fd_interp.stages import Stage
+from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.series import Series, open_series
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}
@@ -340,6 +343,29 @@ def test_points_are_joined_in_a_line_for_each_seed_and_gaps_stay_gaps() -> None:
     assert (figure.layout.yaxis.title.text, figure.layout.title.text) == ("rung", "Halting")
 
 
+def test_points_of_each_kind_have_a_colour_and_say_what_they_are() -> None:
+    kinds = {"one": [(0.5, 3, "first"), (2, 1, "second")], "other": [(4, -1.5, "third")], "none": []}
+    figure = scatter_figure("Kinds", "across", "up", kinds)
+    one, other, none = lines(figure)
+    assert (one.x, one.y, one.text) == ((0.5, 2), (3, 1), ("first", "second"))
+    assert (other.x, other.y, other.text) == ((4,), (-1.5,), ("third",))
+    assert not none.x
+    assert [each.name for each in (one, other, none)] == list(kinds)
+    assert len({each.marker.color for each in (one, other, none)}) == 3
+    assert {each.mode for each in (one, other, none)} == {"markers"}
+    assert "%{text}" in one.hovertemplate
+    axes = (figure.layout.title.text, figure.layout.xaxis.title.text, figure.layout.yaxis.title.text)
+    assert axes == ("Kinds", "across", "up")
+    assert not figure.layout.shapes
+
+
+def test_a_diagonal_goes_through_all_points() -> None:
+    (line,) = scatter_figure("t", "x", "y", {"a": [(2, 5, "")], "b": [(-1, 3, "")]}, diagonal=True).layout.shapes
+    assert (line.x0, line.y0, line.x1, line.y1) == (-1, -1, 5, 5)
+    (line,) = scatter_figure("t", "x", "y", {"a": []}, diagonal=True).layout.shapes
+    assert (line.x0, line.y0, line.x1, line.y1) == (0, 0, 1, 1)
+
+
 def test_cosines_are_those_of_the_embeddings_at_each_step(series: Series) -> None:
     figure = row_cosine_figure(series, [0, 20])
     assert [annotation.text for annotation in figure.layout.annotations] == ["step 0", "step 20"]
@@ -380,6 +406,21 @@ def test_the_attention_that_is_shown_is_that_of_the_sequence_at_the_step(series:
         assert frame.patterns.shape == (1, 1, 6, 6)
         torch.testing.assert_close(torch.as_tensor(frame.patterns)[0], cached)
     assert attention_fragment(tokens, frames, element_id="a")
+
+
+def test_a_query_behind_the_sequence_has_a_place_of_its_own() -> None:
+    task = SparseModularAddition(length=4, k=2)
+    series = ideal_series(task)
+    tokens, (frame,) = attention_of(series, [0], sequence=5)
+    assert tokens == ["0", "1", "0", "1", "query"]
+    assert frame.patterns.shape == (1, 1, 5, 5)
+    shown = torch.as_tensor(frame.patterns)[0, 0]
+    assert not shown[:4].any()
+    assert not shown[:, 4].any()
+    cached = series[0].cache(["blocks.0.attn.hook_pattern"], series.inputs.held_out.tokens[5:6])
+    torch.testing.assert_close(shown[4, :4], cached["blocks.0.attn.hook_pattern"][0, 0, 0])
+    torch.testing.assert_close(shown[4, :2], torch.full((2,), 0.5))
+    assert attention_fragment(tokens, [frame], element_id="a")
 
 
 @pytest.mark.parametrize("sequence", [-1, 16])
