@@ -26,6 +26,7 @@ from fd_interp.papers.clustering.cases import (
 )
 from fd_interp.papers.clustering.circuits import STUCK, Circuit, circuit, lattice_classes, of_model
 from fd_interp.papers.clustering.ideal import ideal_series
+from fd_interp.papers.clustering.settings import probes_of_many
 from fd_interp.probes.clustering import class_share
 from fd_interp.report.page import Report, Section
 from fd_interp.report.sandbox import recorded, sandbox_page
@@ -47,7 +48,7 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
     jobs += [job for name, run in named.items() for job in jobs_of(name, run, [run.seed], out)]
     jobs += jobs_of("d-8", settings["d-8"], seeds[:WIDE_SEEDS], out, together=TOGETHER)
     jobs += jobs_of("shuffled", control, seeds[:SHUFFLED_SEEDS], out, together=TOGETHER)
-    traces = traces_of_jobs(jobs, paper.probes)
+    traces = traces_of_jobs(jobs, lambda run: paper.probes(run) if run in named.values() else probes_of_many(run))
 
     verdicts = [verdict for name, run in named.items() for verdict in _of_named(run, traces[name], name)]
     for name, claimed in (("d-2", claims.TWO_WAYS), ("d-8", claims.TWO_WAYS_WIDE)):

@@ -57,18 +57,23 @@ def probes(run: Run) -> list[Probe]:
     """What is measured at every snapshot of a run on sparse modular addition."""
     task = run.task
     assert isinstance(task, SparseModularAddition)
+    asked = [*probes_of_many(run), classifier_of_head(task)]
+    if task.sequences is not None and task.enumerated(run.keep.held_out):
+        asked.append(memorization(task))
+    return asked
+
+
+def probes_of_many(run: Run) -> list[Probe]:
+    """What tells one seed from another: less, where there are many."""
+    task = run.task
+    assert isinstance(task, SparseModularAddition)
     asked = [
         held_out_loss(run.queries),
         accuracy(run.queries, _sequences(task, run.keep.held_out)),
         clustering_head(task),
-        classifier_of_head(task),
         attention_on_informative(task),
     ]
-    if task.p == 2:
-        asked.append(lattice_of_head(task))
-    if task.sequences is not None and task.enumerated(run.keep.held_out):
-        asked.append(memorization(task))
-    return asked
+    return [*asked, lattice_of_head(task)] if task.p == 2 else asked
 
 
 def _sequences(task: SparseModularAddition, held_out: int) -> str:
