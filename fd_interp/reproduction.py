@@ -4,10 +4,10 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import joblib
 from tqdm import tqdm
@@ -22,6 +22,7 @@ from fd_interp.training.loop import train
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic
 
+T = TypeVar("T")
 TRACE_FILE = "trace.nc"
 
 
@@ -72,6 +73,12 @@ def traces_of_jobs(jobs: Sequence[Job], probes_of: Callable[[Run], list[Probe]])
             traces[job.case].extend(found)
             bar.update(len(found))
     return traces
+
+
+def in_parallel(function: Callable[..., T], each: Iterable[Any], **arguments: Any) -> list[T]:
+    """What the function makes of each, on all cores; it must be one that another process can import."""
+    workers: Any = joblib.Parallel(n_jobs=-1)
+    return workers(joblib.delayed(function)(one, **arguments) for one in each)
 
 
 def seeded(run: Run, seed: int) -> Run:

@@ -165,7 +165,7 @@ def test_a_short_reproduction_with_spikes_leaves_tables_and_a_report(
     monkeypatch.setattr(spikes, "_spikes", lambda series: [LossSpike(320, 384, 0.7, 1.0, 256, 384, 448)])
     monkeypatch.setattr(spikes, "_quiet", lambda series: [LossSpike(448, 512, 0.7, 1.0, 384, 512, 576)])
     with joblib.parallel_config(backend="sequential"):
-        monkeypatch.setattr(spikes, "_in_parallel", lambda function, each, **more: [function(x, **more) for x in each])
+        monkeypatch.setattr(spikes, "in_parallel", lambda function, each, **more: [function(x, **more) for x in each])
         arguments = ["clustering-spikes", "--seeds", "2", "--out", str(tmp_path), "--json", "--training.steps", "640"]
         assert script("scripts/reproduce.py").main(arguments) == 1
     told = json.loads(capsys.readouterr().out)

@@ -164,7 +164,7 @@ STUCK_UNCLUSTERED = Claim(
     "stuck-unclustered",
     "The head of a model that has learned nothing has no more of the task's classes than random points.",
     "ours",
-    f"accuracy below .6 goes with less than {UNCLUSTERED} of the variance between classes, which is the most of 2000 draws",
+    f"accuracy below .6 goes with less than {UNCLUSTERED} of the variance between classes, the most of 2000 draws",
     _stuck,
 )
 

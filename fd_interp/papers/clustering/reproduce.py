@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import joblib
 import pandas as pd
 import torch
 
@@ -30,10 +28,21 @@ from fd_interp.papers.clustering.settings import probes_of_many
 from fd_interp.probes.clustering import class_share
 from fd_interp.report.page import Report, Section
 from fd_interp.report.sandbox import recorded, sandbox_page
-from fd_interp.reproduction import Job, Results, evidence_of, jobs_of, judged, summary, traces_of_jobs, versions
+from fd_interp.reproduction import (
+    Job,
+    Results,
+    evidence_of,
+    in_parallel,
+    jobs_of,
+    judged,
+    summary,
+    traces_of_jobs,
+    versions,
+)
 from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.run import Run
 from fd_interp.training.series import atomic, open_series
+from fd_interp.training.state import losses_of
 
 DRAWS_OF_CHANCE = 2000
 SEEDS_FILE = "seeds.csv"
@@ -41,6 +50,7 @@ SEEDS_FILE = "seeds.csv"
 
 def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Results:
     """The two named runs; the paper's setting on all seeds, a wider model and shuffled labels on the first of them."""
+    out = out.resolve()  # a worker that is used again may have another working directory
     named = {name: override(run, overrides) for name, run in NAMED.items()}
     settings = {"d-2": override(D_2, overrides), "d-8": override(D_8, overrides)}
     control = override(SHUFFLED, overrides)
@@ -59,8 +69,13 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
     by_seed = {case: dict(zip(_seeds_of(jobs, case), seen, strict=True)) for case, seen in traces.items()}
     circuits = {case: {seed: circuit(trace) for seed, trace in seen.items()} for case, seen in by_seed.items()}
     _write_table(circuits, out)
+    filmed = [(name, run.seed, traces[name][0]) for name, run in named.items()]
+    sandboxes = in_parallel(_write_sandbox, filmed, out=out)
     shown = [
-        *(_of_run(out, name, run, traces[name]) for name, run in named.items()),
+        *(
+            sections.of_run(out / name / f"seed-{run.seed}", name, traces[name], page)
+            for (name, run), page in zip(named.items(), sandboxes, strict=True)
+        ),
         _of_setting("The paper's setting", sections.D_2_TEXT, by_seed["d-2"], settings["d-2"]),
         sections.of_stages(circuits["d-2"], circuits["d-8"]),
         _of_setting("Eight coordinates", sections.D_8_TEXT, by_seed["d-8"], settings["d-8"]),
@@ -69,12 +84,14 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
     return Results(verdicts, report)
 
 
-def _of_run(out: Path, name: str, run: Run, traces: Sequence[Trace]) -> Section:
-    """Of a named run, with a link to its sandbox, which is written beside the report."""
-    directory, page = out / name / f"seed-{run.seed}", f"sandbox-{name}.html"
+def _write_sandbox(filmed: tuple[str, int, Trace], *, out: Path) -> str:
+    """Writes the sandbox of a named run beside the report, and returns the name of its file."""
+    name, seed, trace = filmed
+    directory, page = out / name / f"seed-{seed}", f"sandbox-{name}.html"
+    shown = recorded(open_series(directory))._replace(trace=trace, losses=tuple(losses_of(directory)))
     with atomic(out / page) as partial:
-        partial.write_text(sandbox_page(recorded(open_series(directory))), encoding="utf-8")
-    return sections.of_run(directory, name, traces, page)
+        partial.write_text(sandbox_page(shown), encoding="utf-8")
+    return page
 
 
 def _of_named(run: Run, traces: Sequence[Trace], name: str) -> list[Verdict]:
@@ -137,19 +154,18 @@ def _controls(traces: dict[str, list[Trace]], run: Run, seeds: Sequence[int]) ->
 
 def _with_own_classes(traces: Sequence[Trace], folder: Path, seeds: Sequence[int]) -> list[Trace]:
     """Where a seed has come to rest on a lattice, how clustered its head was by the classes of that lattice."""
-    workers: Any = joblib.Parallel(n_jobs=-1)
-    return workers(
-        joblib.delayed(_by_own_classes)(trace, folder.resolve() / f"seed-{seed}")
-        for trace, seed in zip(traces, seeds, strict=False)
-    )
+    return in_parallel(_by_own_classes, zip(traces, seeds, strict=False), folder=folder)
 
 
-def _by_own_classes(trace: Trace, directory: Path) -> Trace:
+def _by_own_classes(of_seed: tuple[Trace, int], *, folder: Path) -> Trace:
+    trace, seed = of_seed
     found = circuit(trace)
     if not found.solved or not any(found.weights):
         return trace.assign(class_share=trace.f_type_gauge)
     probe = class_share({"its own lattice": lattice_classes(found.weights)}, permutations=1)
-    return trace.assign(class_share=observe(open_series(directory), [probe]).class_share.isel(by=0, drop=True))
+    return trace.assign(
+        class_share=observe(open_series(folder / f"seed-{seed}"), [probe]).class_share.isel(by=0, drop=True)
+    )
 
 
 def _chance(run: Run) -> str:

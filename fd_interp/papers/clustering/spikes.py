@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import joblib
 import pandas as pd
 import plotly.graph_objects as go
 import xarray as xr
@@ -39,12 +38,11 @@ from fd_interp.probes.spikes import (
 )
 from fd_interp.report.figures import COLOURS, GRID, scatter_figure
 from fd_interp.report.page import Report, Section
-from fd_interp.reproduction import Job, Results, jobs_of, seeded, summary, versions
+from fd_interp.reproduction import Job, Results, in_parallel, jobs_of, seeded, summary, versions
 from fd_interp.training.ensemble import train_together
 from fd_interp.training.run import Run
 from fd_interp.training.series import Series, atomic, open_series
 
-T = TypeVar("T")
 MOST = 2
 """Spikes looked at in each seed, the highest, and as many windows without one."""
 TOGETHER = 10
@@ -61,12 +59,12 @@ def on_spikes(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resu
     out = out.resolve()  # arms start from snapshots that are named with their path
     chosen = SOLVING[: len(seeds)]
     base = override(BASE, overrides)
-    _in_parallel(_trained, jobs_of("base", base, chosen, out, together=TOGETHER))
+    in_parallel(_trained, jobs_of("base", base, chosen, out, together=TOGETHER))
     folders = [out / "base" / f"seed-{seed}" for seed in chosen]
-    spikes = _table(_in_parallel(_measured, folders, where=_spikes))
-    quiet = _table(_in_parallel(_measured, folders, where=_quiet))
-    by_w_in = _table(_in_parallel(_halved_w_in, folders))
-    rates = dict(zip(ARMS, _in_parallel(_rates, list(ARMS), base=base, seeds=chosen, out=out), strict=True))
+    spikes = _table(in_parallel(_measured, folders, where=_spikes))
+    quiet = _table(in_parallel(_measured, folders, where=_quiet))
+    by_w_in = _table(in_parallel(_halved_w_in, folders))
+    rates = dict(zip(ARMS, in_parallel(_rates, list(ARMS), base=base, seeds=chosen, out=out), strict=True))
     found = effects(rates)
     _write(spikes, out / "spikes.csv")
     _write(_of_arms(rates, chosen), out / "arms.csv")
@@ -78,11 +76,6 @@ def on_spikes(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resu
     shown = [_section_of_spikes(spikes, quiet), _section_of_arms(rates, found)]
     title = "Clustering heads: why the loss spikes"
     return Results(verdicts, Report(title, paper.PAPER, summary(verdicts, chosen), verdicts, shown, versions()))
-
-
-def _in_parallel(function: Callable[..., T], each: Sequence[Any], **arguments: Any) -> list[T]:
-    workers: Any = joblib.Parallel(n_jobs=-1)
-    return workers(joblib.delayed(function)(one, **arguments) for one in each)
 
 
 def _rates(name: str, *, base: Run, seeds: Sequence[int], out: Path) -> list[float]:
