@@ -162,13 +162,18 @@ def judged(claims: Sequence[Claim], run: Run, seeds: Sequence[Trace], where: str
     return [judge(claim, evidence, where=where) for claim in claims] if evidence else []
 
 
-def summary(verdicts: Sequence[Verdict], seeds: Sequence[int]) -> str:
-    """How many claims hold and how many controls fail, in a sentence."""
+def summary(verdicts: Sequence[Verdict], over: Sequence[int] | str) -> str:
+    """How many claims hold and how many controls fail, in a sentence.
+
+    Args:
+        over: the seeds, where all have the same; otherwise what they are over, in words.
+    """
+    seeds = over if isinstance(over, str) else f"each over {len(over)} seeds"
     claims = [verdict for verdict in verdicts if verdict.control is None]
     controls = [verdict for verdict in verdicts if verdict.control is not None]
     return (
         f"{sum(v.holds for v in claims)} of {len(claims)} claims hold and {sum(v.holds for v in controls)} of "
-        f"{len(controls)} controls fail as they must, each over {len(seeds)} seeds."
+        f"{len(controls)} controls fail as they must, {seeds}."
     )
 
 

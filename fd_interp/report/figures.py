@@ -168,7 +168,9 @@ def scatter_figure(
     """Points of several kinds, each given with what it says when pointed at; with a line where both axes are equal."""
     figure = go.Figure()
     for number, (name, points) in enumerate(groups.items()):
-        x, y, labels = zip(*points, strict=True) if points else ((), (), ())
+        if not points:  # its colour is kept for it
+            continue
+        x, y, labels = zip(*points, strict=True)
         figure.add_trace(
             go.Scatter(
                 x=x,

@@ -21,7 +21,6 @@ from fd_interp.config import InputError
 from fd_interp.models import lens
 from fd_interp.models.config import LearnedQuery
 from fd_interp.models.learned_query import NAMES, LearnedQueryWeights, learned_query_logits, one_hot_places
-from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training.interrupt import deferred_interrupts
 from fd_interp.training.loop import BATCHES_PER_DRAW, check_kept, drawn, make_optimizer, new_model
 from fd_interp.training.run import Run
@@ -66,7 +65,7 @@ def train_together(
 
     Raises:
         InputError: the runs differ in more than that, are of a model that has no form with a leading axis (all but
-            `LearnedQuery`) or of another task than `SparseModularAddition`, or keep activations.
+            `LearnedQuery`), or keep activations.
     """
     if len(runs) != len(directories):
         raise InputError(f"every run needs a directory of its own, and there are {len(runs)} and {len(directories)}")
@@ -90,8 +89,6 @@ def _check_alike(runs: Sequence[Run]) -> None:
     first = runs[0]
     if not isinstance(first.model, LearnedQuery):
         raise InputError(f"a model of kind {first.model.kind} cannot be trained in an ensemble; learned_query can")
-    if not isinstance(first.task, SparseModularAddition):
-        raise InputError(f"an ensemble is of runs on modular, not on {first.task.kind}")
     if first.keep.hooks or first.keep.gradients:
         raise InputError("an ensemble keeps no activations; leave keep.hooks and keep.gradients empty")
     for run in runs:

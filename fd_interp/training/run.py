@@ -160,6 +160,10 @@ class Run(Frozen):
             raise InputError(
                 f"training.loss_on: a learned query predicts once, at the last, not {self.training.loss_on}"
             )
+        if isinstance(self.model, LearnedQuery) and not isinstance(self.task, SparseModularAddition):
+            raise InputError(
+                f"model: a learned query gives one answer to a sequence, and {self.task.kind} asks for more"
+            )
         return self
 
     @model_validator(mode="after")

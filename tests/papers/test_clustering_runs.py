@@ -23,7 +23,7 @@ from fd_interp.papers.clustering import claims
 from fd_interp.papers.clustering.cases import D_2, D_8, NAMED, SHUFFLED, TOGETHER
 from fd_interp.papers.clustering.circuits import CLUSTERING_HEAD, STUCK, circuit, lattice_classes
 from fd_interp.papers.clustering.settings import CLUSTERING, SETTINGS, STEPS_PER_EPOCH
-from fd_interp.probes.clustering import class_share
+from fd_interp.probes.clustering import attention_on_informative, class_share
 from fd_interp.report.page import Report, report_page
 from fd_interp.report.sections import run_section
 from fd_interp.reproduction import jobs_of, traces_of_jobs
@@ -143,12 +143,12 @@ def test_every_run_can_be_measured_judged_and_reported(name: str, tmp_path: Path
     assert circuit(trace).name != CLUSTERING_HEAD
     panels = clustering.panels(series)
     titles = [panel.title for panel in panels]
-    assert ("Weight of each symbol" in titles) == (name != "three symbols")
-    by_position = next(panel for panel in panels if panel.title == "Influence of each symbol")
+    assert ("Weight of each symbol (the first 6)" in titles) == (name != "three symbols")
+    by_position = next(panel for panel in panels if panel.title == "Influence of each symbol (the first 6)")
     assert [curve.label for curve in by_position.curves] == ["1", "2", "3", "4, spurious", "5, spurious", "6, spurious"]
     section = run_section(clustering, "small", "what", series, [trace, trace], clustering.predicted(run, [0]))
     assert len(section.figures) == len(panels)
-    assert [stage.name for stage in section.stages] == ["plateau", "representation", "classifier"]
+    assert [stage.name for stage in section.stages] == ["I plateau", "II representation", "III classifier"]
     page = report_page(Report("t", "s", "", [], [section]))
     assert all(title.split()[0] in page for title in titles)
 
@@ -168,7 +168,7 @@ def test_cases_are_settings_that_last_as_long_as_they_must() -> None:
     assert D_2.training.steps == 1000 * STEPS_PER_EPOCH
     assert D_8.model == CLUSTERING.model
     assert D_8.training.steps == 160 * STEPS_PER_EPOCH
-    assert D_8.kept_steps()[:3] == [0, 2 * STEPS_PER_EPOCH, 4 * STEPS_PER_EPOCH]
+    assert D_8.kept_steps()[:3] == [0, 4 * STEPS_PER_EPOCH, 8 * STEPS_PER_EPOCH]
     assert all(run.task == SparseModularAddition(data_seed=run.seed) for run in (*NAMED.values(), D_2, D_8))
 
 
@@ -353,5 +353,7 @@ def test_attention_is_drawn_where_there_is_one_query(solved: Series) -> None:
     assert shown.shape[0] == 12
     assert shown.shape[1] == len(heat.x)
     np.testing.assert_allclose(shown.sum(0), 1, rtol=1e-4)
-    mass = observe(solved, clustering.probes(CLUSTERING)[4:5]).informative_mass.sel(step=list(heat.x)).squeeze()
+    mass = (
+        observe(solved, [attention_on_informative(CLUSTERING.task)]).informative_mass.sel(step=list(heat.x)).squeeze()
+    )
     np.testing.assert_allclose(shown[:5].sum(0), mass, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 import xarray as xr
 
 from fd_interp.claims import Claim, Evidence, Finding
+from fd_interp.config import InputError
 from fd_interp.overrides import override
 from fd_interp.papers.clustering import arms, spikes
 from fd_interp.papers.clustering.arms import ARMS, BASE, UNCHANGED, W_V, arm_run, effect_of, effects, scaled_snapshot
@@ -123,10 +124,18 @@ def test_sharpness_has_shot_up_where_it_has_in_most_spikes(ratios: list[float], 
     assert judged(spikes.SHARPNESS_UP, table(sharpness_ratio=ratios)).holds == holds
 
 
-@pytest.mark.parametrize(("ratios", "holds"), [([4, 3.2, 9], True), ([2.9, 4, 5.1], False), ([1, 1.1], False)])
-def test_halving_quadruples_the_sharpness_where_it_does_before_most_spikes(ratios: list[float], holds: bool) -> None:
-    losses = [1.0] * len(ratios)
-    trace = table(halved_sharpness_ratio_before=ratios, halved_loss_ratio_before=losses)
+@pytest.mark.parametrize(
+    ("ratios", "mass", "holds"),
+    [
+        ([4, 3.2, 9], [1, 1, 1], True),
+        ([2.9, 4, 5.1], [1, 1, 1], False),
+        ([1, 1.1, 4], [0.5, 0.9, 0.95], True),
+        ([4, 4, 1], [0.5, 0.9, 0.95], False),
+        ([4, 4], [0.1, 0.9], False),
+    ],
+)
+def test_halving_quadruples_the_sharpness_where_it_lies_along_w_v(ratios: list, mass: list, holds: bool) -> None:
+    trace = table(halved_sharpness_ratio_before=ratios, sharpness_mass_before=mass)
     assert judged(spikes.FOURFOLD_WHEN_HALVED, trace).holds == holds
 
 
@@ -136,16 +145,12 @@ def test_the_sharpest_direction_is_that_of_w_v_where_it_has_most_of_it() -> None
 
 
 def test_an_arm_counts_by_its_interval() -> None:
-    fewer, eps = spikes.ARM_CLAIMS
-
     def of(arm: str, low: float, high: float) -> xr.Dataset:
         numbers = {"rate": [1.0], "difference": [(low + high) / 2], "low": [low], "high": [high]}
         return xr.Dataset.from_dataframe(pd.DataFrame(numbers, index=pd.Index([arm], name="arm")))
 
-    assert judged(fewer, of("w-v-held", -1, -0.1)).holds
-    assert not judged(fewer, of("w-v-held", -1, 0.1)).holds
-    assert judged(eps, of("adam-eps-1e-4", -0.2, 0.1)).holds
-    assert not judged(eps, of("adam-eps-1e-4", -0.5, -0.1)).holds
+    assert judged(spikes.FEWER_WHEN_HELD, of("w-v-held", -1, -0.1)).holds
+    assert not judged(spikes.FEWER_WHEN_HELD, of("w-v-held", -1, 0.1)).holds
 
 
 def test_a_reproduction_too_short_for_spikes_says_so(
@@ -176,3 +181,8 @@ def test_a_short_reproduction_with_spikes_leaves_tables_and_a_report(
     assert set(of_arms.arm) == set(ARMS)
     assert len(pd.read_csv(tmp_path / "spikes.csv")) == 2
     assert (tmp_path / "report.html").exists()
+
+
+def test_more_seeds_than_solve_the_task_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="19 seeds are known to solve the task, so there are no 20"):
+        spikes.on_spikes(range(20), tmp_path, [])

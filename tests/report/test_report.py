@@ -346,13 +346,14 @@ def test_points_are_joined_in_a_line_for_each_seed_and_gaps_stay_gaps() -> None:
 def test_points_of_each_kind_have_a_colour_and_say_what_they_are() -> None:
     kinds = {"one": [(0.5, 3, "first"), (2, 1, "second")], "other": [(4, -1.5, "third")], "none": []}
     figure = scatter_figure("Kinds", "across", "up", kinds)
-    one, other, none = lines(figure)
+    one, other = lines(figure)
     assert (one.x, one.y, one.text) == ((0.5, 2), (3, 1), ("first", "second"))
     assert (other.x, other.y, other.text) == ((4,), (-1.5,), ("third",))
-    assert not none.x
-    assert [each.name for each in (one, other, none)] == list(kinds)
-    assert len({each.marker.color for each in (one, other, none)}) == 3
-    assert {each.mode for each in (one, other, none)} == {"markers"}
+    assert [each.name for each in (one, other)] == ["one", "other"]
+    assert one.marker.color != other.marker.color
+    later = lines(scatter_figure("Kinds", "across", "up", {"one": [], "other": [(1, 1, "")]}))
+    assert [each.marker.color for each in later] == [other.marker.color]  # a kind without points keeps its colour
+    assert {each.mode for each in (one, other)} == {"markers"}
     assert "%{text}" in one.hovertemplate
     axes = (figure.layout.title.text, figure.layout.xaxis.title.text, figure.layout.yaxis.title.text)
     assert axes == ("Kinds", "across", "up")

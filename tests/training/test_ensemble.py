@@ -8,7 +8,6 @@ import torch
 
 from fd_interp.config import InputError
 from fd_interp.models.config import LearnedQuery, OneLayer
-from fd_interp.tasks.lag_regression import LagRegression
 from fd_interp.tasks.modular import SparseModularAddition
 from fd_interp.training import ensemble, loop
 from fd_interp.training.ensemble import train_together
@@ -334,7 +333,6 @@ def unlike(**fields: Any) -> list[Run]:
         (unlike(keep=Keep(at=Every(stride=7), held_out=64)), "runs of an ensemble may differ in seed"),
         (unlike(training=a_run(MOMENTUM).training), "runs of an ensemble may differ in seed"),
         ([a_run(model=OneLayer())], "a model of kind one_layer cannot be trained in an ensemble; learned_query can"),
-        ([a_run(task=LagRegression())], "an ensemble is of runs on modular, not on lag_regression"),
         ([a_run(keep=Keep(hooks=("pattern",)))], "keeps no activations; leave keep.hooks and keep.gradients empty"),
         ([a_run(keep=Keep(gradients=("pattern",)))], "keeps no activations"),
         ([a_run(device="cuda:99")], "device 'cuda:99' is not usable here"),

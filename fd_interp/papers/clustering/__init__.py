@@ -10,4 +10,4 @@ from fd_interp.papers.clustering.settings import SETTINGS as SETTINGS
 from fd_interp.papers.clustering.settings import claims_about as claims_about
 from fd_interp.papers.clustering.settings import probes as probes
 
-TITLE = "Clustering heads: representation, classifier, and loss spikes"
+TITLE = "Clustering heads: the representation, then the classifier"

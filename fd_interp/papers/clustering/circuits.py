@@ -22,8 +22,6 @@ STUCK_UNTIL = 0.6
 """Accuracy below which nothing has been learned."""
 CLUSTERED_FROM = 0.9
 """Share between classes, in the best gauge, from which a head counts as clustered."""
-INFLUENCE_FROM = 0.9
-"""Share of the influence that the informative positions of a clustering head have at least."""
 ON_LATTICE = 0.25
 """Distance from the integers up to which weights count as integers."""
 
@@ -34,6 +32,8 @@ CLUSTERING_HEAD, OTHER_LATTICE, OTHER_WAY, PARTIAL, STUCK = (
     "partly learned",
     "stuck",
 )
+
+NAMES = (CLUSTERING_HEAD, OTHER_LATTICE, OTHER_WAY, PARTIAL, STUCK)
 
 
 class Circuit(NamedTuple):
@@ -68,7 +68,7 @@ def circuit(trace: Trace) -> Circuit:
     accuracy, f_type, influence = float(end.accuracy), float(end.f_type_gauge), float(end.influence_share)
     weights = _integers(end)
     return Circuit(
-        _name(accuracy, f_type, influence, weights),
+        _name(accuracy, f_type, weights) if "lattice_weight" in end else _name_by_share(accuracy, f_type),
         accuracy,
         f_type,
         influence,
@@ -78,12 +78,20 @@ def circuit(trace: Trace) -> Circuit:
     )
 
 
-def _name(accuracy: float, f_type: float, influence: float, weights: tuple[int, ...]) -> str:
+def _name(accuracy: float, f_type: float, weights: tuple[int, ...]) -> str:
+    """By the weights alone, so that what is measured of a clustering head is no part of what makes it one."""
+    if accuracy <= SOLVED_FROM:
+        return _name_by_share(accuracy, f_type)
+    if not weights:
+        return OTHER_WAY
+    return CLUSTERING_HEAD if max(map(abs, weights)) == 1 else OTHER_LATTICE
+
+
+def _name_by_share(accuracy: float, f_type: float) -> str:
+    """Where there are no weights to tell it by, as with more than two symbols."""
     if accuracy <= SOLVED_FROM:
         return STUCK if accuracy < STUCK_UNTIL else PARTIAL
-    if f_type > CLUSTERED_FROM and influence > INFLUENCE_FROM:
-        return CLUSTERING_HEAD
-    return OTHER_LATTICE if weights else OTHER_WAY
+    return CLUSTERING_HEAD if f_type > CLUSTERED_FROM else OTHER_WAY
 
 
 def _integers(end: Trace) -> tuple[int, ...]:
@@ -124,9 +132,11 @@ def stages(trace: Trace) -> list[Stage]:
     last = int(trace.step[-1])
     first = min((step for step in (representation, classifier) if step is not None), default=last)
     return [
-        Stage("plateau", 0, first, f"loss {float(trace.loss[0]):.2f} to {_loss(trace, first)}"),
-        Stage("representation", representation, _until(representation, classifier, last), _seen(trace, representation)),
-        Stage("classifier", classifier, None if classifier is None else last, _seen(trace, classifier)),
+        Stage("I plateau", 0, first, f"loss {float(trace.loss[0]):.2f} to {_loss(trace, first)}"),
+        Stage(
+            "II representation", representation, _until(representation, classifier, last), _seen(trace, representation)
+        ),
+        Stage("III classifier", classifier, None if classifier is None else last, _seen(trace, classifier)),
     ]
 
 

@@ -82,6 +82,7 @@ def panels(series: Series) -> list[Panel]:
 def _by_position(variable: str, title: str, task: SparseModularAddition) -> Panel:
     """Those that matter, and as many that do not."""
     last = min(task.length, task.k + 3)
+    title = title if last == task.length else f"{title} (the first {last})"
     curves = (
         Curve(variable, f"{position + 1}{'' if position < task.k else ', spurious'}", {"position": position})
         for position in range(last)

@@ -80,7 +80,7 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
         sections.of_stages(circuits["d-2"], circuits["d-8"]),
         _of_setting("Eight coordinates", sections.D_8_TEXT, by_seed["d-8"], settings["d-8"]),
     ]
-    report = Report(paper.TITLE, paper.PAPER, summary(verdicts, seeds), verdicts, shown, versions())
+    report = Report(paper.TITLE, paper.PAPER, summary(verdicts, _over(jobs)), verdicts, shown, versions())
     return Results(verdicts, report)
 
 
@@ -92,6 +92,12 @@ def _write_sandbox(filmed: tuple[str, int, Trace], *, out: Path) -> str:
     with atomic(out / page) as partial:
         partial.write_text(sandbox_page(shown), encoding="utf-8")
     return page
+
+
+def _over(jobs: Sequence[Job]) -> str:
+    """`seeds: clustering 1, d-2 32, ...`."""
+    counts = {case: len(_seeds_of(jobs, case)) for case in dict.fromkeys(job.case for job in jobs)}
+    return "seeds: " + ", ".join(f"{case} {count}" for case, count in counts.items())
 
 
 def _of_named(run: Run, traces: Sequence[Trace], name: str) -> list[Verdict]:
