@@ -236,7 +236,7 @@ def test_names_are_printed_as_they_are(fd: Command, own_directory: Path) -> None
     ("arguments", "message"),
     [
         (["train", "focus-dilutoin"], "there is no setting 'focus-dilutoin', did you mean focus-dilution"),
-        (["list", "zzz"], "there is no setting 'zzz', known: focus-dilution, focus-dilution-adam"),
+        (["list", "zzz"], "there is no setting 'zzz', known: clustering, clustering-2d"),
         (["train", "focus-dilution", "--task.persistance", "0.3"], "has no field 'persistance', did you mean persist"),
         (["train", "focus-dilution", "--task.persistence", "3"], "persistence must be in [-0.1429, 1) for 8 tokens"),
         (["train", "focus-dilution", "--training.steps", "0"], "steps: Input should be greater than 0, not 0"),

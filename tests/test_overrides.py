@@ -138,7 +138,7 @@ def test_every_field_of_a_setting_is_listed_with_its_value_and_can_be_given_back
         if (
             value != "none"
             and ", " not in value
-            and not path.endswith(("fixed", "stds", "lrs", "pi", "betas", "hooks"))
+            and not path.endswith(("fixed", "stds", "lrs", "pi", "betas", "hooks", "normalized"))
         ):
             given += [f"--{path}", value]
     assert len(given) > 20
@@ -183,3 +183,10 @@ def test_any_value_that_fits_arrives_whole(persistence: float, steps: int, seed:
 
 def test_the_name_of_a_kind_stands_for_its_part():
     assert override(RUN, ["--training.optimizer", "adamw"]) == override(RUN, ["--training.optimizer.kind", "adamw"])
+
+
+def test_several_words_are_a_tuple_of_them() -> None:
+    both = override(setting("clustering"), ["--model.normalized", "ln1", "ln2"])
+    assert both == setting("clustering")
+    (one,) = override(both, ["--model.normalized", "ln1"]).model.normalized
+    assert one == "ln1"

@@ -190,8 +190,9 @@ def scatter_figure(
     figure.update_xaxes(gridcolor=GRID, title=x_title, zeroline=False)
     figure.update_yaxes(gridcolor=GRID, title=y_title, zeroline=False)
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}}
-    heading = {"text": title, "font": {"size": 14}, "x": 0.02}
-    return figure.update_layout(height=400, title=heading, legend=legend, **_look(top=85))
+    heading = {"text": title, "font": {"size": 14}, "x": 0.02, "y": 1, "yanchor": "top", "pad": {"t": 12}}
+    lines = _legend_lines([name for name, points in groups.items() if points])
+    return figure.update_layout(height=380 + 20 * lines, title=heading, legend=legend, **_look(top=65 + 20 * lines))
 
 
 def row_cosine_figure(series: Series, steps: Sequence[int]) -> go.Figure:

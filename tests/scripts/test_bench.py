@@ -106,7 +106,13 @@ def test_no_rounds_are_refused(bench: ModuleType, monkeypatch: pytest.MonkeyPatc
 def share_weights(ours: Any, plain: Any) -> None:
     """Gives our model the weights of the one in plain PyTorch."""
     attn = ours.blocks[0].attn
-    if hasattr(ours, "unembed"):
+    if hasattr(plain, "query"):
+        mlp = ours.blocks[0].mlp
+        ours.embed.W_E.data, ours.pos_embed.W_pos.data = plain.embed.weight.data, plain.pos_embed.data
+        attn.b_Q.data, attn.W_V.data = plain.query.data[None], plain.value.weight.data.T[None]
+        mlp.W_in.data, mlp.b_in.data = plain.first.weight.data.T, plain.first.bias.data
+        mlp.W_out.data, mlp.b_out.data = plain.second.weight.data.T, plain.second.bias.data
+    elif hasattr(ours, "unembed"):
         ours.embed.W_E.data, ours.unembed.W_U.data = plain.embed.weight.data, plain.W_U.data
         attn.W_Q.data, attn.W_K.data = plain.W_Q.data[None], plain.W_K.data[None]
     else:

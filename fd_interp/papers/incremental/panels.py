@@ -4,6 +4,7 @@ import plotly.graph_objects as go
 import torch
 
 from fd_interp.measures.specialization import assigned_blocks
+from fd_interp.models.config import LearnedQuery
 from fd_interp.observation import Trace
 from fd_interp.probes.specialization import block_name
 from fd_interp.report.figures import Curve, Panel
@@ -30,7 +31,8 @@ def panels(series: Series) -> list[Panel]:
     assert run is not None
     assert isinstance(run.task, Lags)
     names = [block_name(block) for block in run.task.blocks]
-    heads = range(series.build().cfg.n_heads)
+    assert not isinstance(run.model, LearnedQuery)
+    heads = range(run.model.n_heads)
     rungs = tuple(line for line in run.task.baselines() if line.name.startswith("rung"))
     panels = [Panel("Loss", (Curve("loss", "held-out loss"),), levels=rungs)]
     if run.task.kind == "high_order":
