@@ -69,8 +69,8 @@ def classifier_of_head(task: SparseModularAddition) -> Probe:
     def measure(seen: Observation) -> dict[str, Tensor]:
         prefixes = seen.once("prefixes", lambda: task.prefixes(seen.batch.tokens))
         labels = seen.once("labels", lambda: task.labels(seen.batch.tokens))
-        heads = _last_written(seen)
-        directions = (heads / heads.norm(dim=-1, keepdim=True)).flatten(0, 1)
+        heads = _both_forms(_last_written(seen))[:, :, 1]
+        directions = heads.flatten(0, 1)
         gauges = clustering.best_gauge(directions, prefixes, task.gauges).gauge
         classes = [task.gauges[gauge][prefixes] for gauge in gauges]
         heads_and_classes = list(zip(directions, classes, strict=True))

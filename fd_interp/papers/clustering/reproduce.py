@@ -26,7 +26,7 @@ from fd_interp.papers.clustering.circuits import STUCK, Circuit, circuit, lattic
 from fd_interp.papers.clustering.ideal import ideal_series
 from fd_interp.papers.clustering.settings import probes_of_many
 from fd_interp.probes.clustering import class_share
-from fd_interp.report.page import Report, Section
+from fd_interp.report.page import Report
 from fd_interp.report.sandbox import recorded, sandbox_page
 from fd_interp.reproduction import (
     Job,
@@ -60,7 +60,9 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
     jobs += jobs_of("shuffled", control, seeds[:SHUFFLED_SEEDS], out, together=TOGETHER)
     traces = traces_of_jobs(jobs, lambda run: paper.probes(run) if run in named.values() else probes_of_many(run))
 
-    verdicts = [verdict for name, run in named.items() for verdict in _of_named(run, traces[name], name)]
+    verdicts = [
+        verdict for name, run in named.items() for verdict in judged(paper.claims_about(run), run, traces[name], name)
+    ]
     for name, claimed in (("d-2", claims.TWO_WAYS), ("d-8", claims.TWO_WAYS_WIDE)):
         traces[name] = _with_own_classes(traces[name], out / name, seeds)
         verdicts += _of_all(name, traces[name], seeds, claimed)
@@ -69,6 +71,8 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
     by_seed = {case: dict(zip(_seeds_of(jobs, case), seen, strict=True)) for case, seen in traces.items()}
     circuits = {case: {seed: circuit(trace) for seed, trace in seen.items()} for case, seen in by_seed.items()}
     _write_table(circuits, out)
+    mass = {case: {seed: _mass(trace) for seed, trace in by_seed[case].items()} for case in settings}
+    chance = {case: _chance(run) for case, run in settings.items()}
     filmed = [(name, run.seed, traces[name][0]) for name, run in named.items()]
     sandboxes = in_parallel(_write_sandbox, filmed, out=out)
     shown = [
@@ -76,9 +80,9 @@ def on_seeds(seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> Resul
             sections.of_run(out / name / f"seed-{run.seed}", name, traces[name], page)
             for (name, run), page in zip(named.items(), sandboxes, strict=True)
         ),
-        _of_setting("The paper's setting", sections.D_2_TEXT, by_seed["d-2"], settings["d-2"]),
+        sections.of_seeds("The paper's setting", sections.D_2_TEXT, circuits["d-2"], mass["d-2"], chance["d-2"]),
         sections.of_stages(circuits["d-2"], circuits["d-8"]),
-        _of_setting("Eight coordinates", sections.D_8_TEXT, by_seed["d-8"], settings["d-8"]),
+        sections.of_seeds("Eight coordinates", sections.D_8_TEXT, circuits["d-8"], mass["d-8"], chance["d-8"]),
     ]
     report = Report(paper.TITLE, paper.PAPER, summary(verdicts, _over(jobs)), verdicts, shown, versions())
     return Results(verdicts, report)
@@ -100,10 +104,6 @@ def _over(jobs: Sequence[Job]) -> str:
     return "seeds: " + ", ".join(f"{case} {count}" for case, count in counts.items())
 
 
-def _of_named(run: Run, traces: Sequence[Trace], name: str) -> list[Verdict]:
-    return judged(paper.claims_about(run), run, traces, name)
-
-
 def _of_all(name: str, traces: Sequence[Trace], seeds: Sequence[int], two_ways: Claim) -> list[Verdict]:
     """The claims about all seeds of a setting; in more coordinates the order of the stages is only reported."""
     trace = claims.together(traces, seeds[: len(traces)])
@@ -115,10 +115,9 @@ def _of_all(name: str, traces: Sequence[Trace], seeds: Sequence[int], two_ways: 
     return [*verdicts, _judge(claims.SEPARATES, by_type, name)]
 
 
-def _of_setting(title: str, text: str, traces: Mapping[int, Trace], run: Run) -> Section:
-    circuits = {seed: circuit(trace) for seed, trace in traces.items()}
-    mass = {seed: float(of_model(trace).informative_mass[-1]) for seed, trace in traces.items()}
-    return sections.of_seeds(title, text, circuits, mass, _chance(run))
+def _mass(trace: Trace) -> float:
+    """Attention on informative positions in the end."""
+    return float(of_model(trace).informative_mass[-1])
 
 
 def _seeds_of(jobs: Sequence[Job], case: str) -> list[int]:

@@ -23,7 +23,8 @@ STEPS_PER_EPOCH = 64
 """Batches of 32 in a training set of 2048."""
 
 
-def _run(*, d_model: int, epochs: int, seed: int, every: int = 1) -> Run:
+def paper_run(*, d_model: int, epochs: int, seed: int, every: int = 1) -> Run:
+    """A run with everything as in the paper's code but for these; `every` so many epochs a snapshot is kept."""
     return Run(
         task=SparseModularAddition(data_seed=seed),
         model=LearnedQuery(d_model=d_model),
@@ -33,9 +34,9 @@ def _run(*, d_model: int, epochs: int, seed: int, every: int = 1) -> Run:
     )
 
 
-CLUSTERING = _run(d_model=8, epochs=100, seed=12)
-CLUSTERING_2D = _run(d_model=2, epochs=300, seed=25)
-PAPER = _run(d_model=2, epochs=1000, seed=0, every=10)
+CLUSTERING = paper_run(d_model=8, epochs=100, seed=12)
+CLUSTERING_2D = paper_run(d_model=2, epochs=300, seed=25)
+PAPER = paper_run(d_model=2, epochs=1000, seed=0, every=10)
 TRANSFORMER = Run(
     task=SparseModularAddition(k=3, sequences=None),
     model=Transformer(n_heads=4, d_model=32, d_head=8, d_mlp=128, normalization_type="LN", std=0.1),

@@ -90,6 +90,7 @@ def outcome(seeds: Sequence[Trace]) -> str:
 
 
 def of_orders(traces: Traces) -> Section:
+    """What is learned of each block where the order of importance is another."""
     groups = {
         "lags 3, 1, 2": traces["m-1.7"],
         "lags 1, 2, 3": traces["importance-1-2-3"],
@@ -113,6 +114,7 @@ def of_heads(traces: Traces, run: Run) -> Section:
 
 
 def of_laws(breaking: Sequence[Trace], stopping: Sequence[Trace]) -> Section:
+    """How the steps of parting and halting depend on the start and on the number of sequences."""
     parting = {
         f"seed {seed}": [laws.parting_step(trace.sel(std=std)) for std in STDS] for seed, trace in enumerate(breaking)
     }
